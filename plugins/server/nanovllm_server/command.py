@@ -69,7 +69,7 @@ def serve(
     server_settings = parse_settings(loaded.sections.get("serve"), flags)
 
     from nanovllm_server.fronts.fronts import check_processes
-    from nanovllm_server.guard.drain import sigterm_as_exit
+    from nanovllm_server.guard.drain import signals_as_exit
     from nanovllm_server.guard.files import raise_file_limit
     from nanovllm_server.guard.hosts import check_address, check_exposure
     from nanovllm_server.guard.keys import read_keys
@@ -85,7 +85,7 @@ def serve(
     options.show_choices()
     raise_file_limit()
     tracing = server_settings.tracing
-    with sigterm_as_exit(), observed(loaded.config, tracing) as observed_config:
+    with signals_as_exit(), observed(loaded.config, tracing) as observed_config:
         serve_it = serve_in_process if server_settings.processes == 1 else serve_by_fronts
         is_well = serve_it(observed_config, server_settings)
     if not is_well:

@@ -180,7 +180,10 @@ def test_what_the_document_offers_users_of_vllm_is_there() -> None:
     assert flags - {*re.findall(r"--[a-z-]+", CliRunner().invoke(make_app(), HELP).output)} == set()
 
 
-def test_sigterm_while_the_model_is_loaded_leaves_nothing_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_while_the_model_is_loaded_leaves_nothing_behind(
+    tmp_path: Path, name: str
+) -> None:
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
     process = subprocess.Popen([*MAIN, "--port", "0"], env=environ, stdout=subprocess.DEVNULL)
     try:
@@ -189,7 +192,7 @@ def test_sigterm_while_the_model_is_loaded_leaves_nothing_behind(tmp_path: Path)
             assert process.poll() is None
             assert time.monotonic() < end
             time.sleep(0.001)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(getattr(signal, name))
         assert process.wait(20) == 0
     finally:
         process.kill()

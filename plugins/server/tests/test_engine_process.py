@@ -271,13 +271,14 @@ def command(
 
 
 def engine_of(pid: int) -> int:
-    """The only child of a server."""
-    [engine] = Path(f"/proc/{pid}/task/{pid}/children").read_text().split() or [
-        child
+    """The only child of a server that is no front."""
+    [engine] = [
+        int(child)
         for task in Path(f"/proc/{pid}/task").iterdir()
         for child in (task / "children").read_text().split()
+        if b"nanovllm front" not in Path(f"/proc/{child}/cmdline").read_bytes()
     ]
-    return int(engine)
+    return engine
 
 
 def end(process: subprocess.Popen[str]) -> int:
@@ -295,6 +296,17 @@ def test_a_signal_to_every_process_of_a_service_drains_it(name: str) -> None:
         wait_for(lambda: stream.text)
         for pid in (engine, process.pid):
             os.kill(pid, getattr(signal, name))
+        assert stream.wait().is_done
+        assert end(process) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_terminal_that_closes_drains_the_server(processes: str) -> None:
+    with command("--processes", processes) as (url, process, _):
+        stream = Stream(url)
+        wait_for(lambda: stream.text)
+        process.send_signal(signal.SIGHUP)
         assert stream.wait().is_done
         assert end(process) == 0
 

@@ -10,6 +10,7 @@ import os
 import re
 import resource
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,13 +26,13 @@ from starlette.types import Message, Receive, Scope, Send
 
 from nanovllm_core.errors import ConfigError
 from nanovllm_server.errors import ApiError
-from nanovllm_server.fronts.fronts import ENDS_SECONDS, MAX_ENDS, is_storm
+from nanovllm_server.fronts.fronts import ENDS_SECONDS, MAX_ENDS, counted_signals, is_storm
 from nanovllm_server.guard.admission import Admission
 from nanovllm_server.guard.assemble import guarded
 from nanovllm_server.guard.body import BodyLimit, check_nesting, nesting
 from nanovllm_server.guard.command import serve_key
 from nanovllm_server.guard.deadlines import Deadlines
-from nanovllm_server.guard.drain import Drain
+from nanovllm_server.guard.drain import Drain, signals_as_exit
 from nanovllm_server.guard.files import RESERVE, raise_file_limit, within_file_limit
 from nanovllm_server.guard.hosts import (
     LocalOnly,
@@ -422,6 +423,26 @@ def test_a_drain_refuses_new_requests_and_lets_running_ones_finish() -> None:
     assert (refused.status, refused.headers["retry-after"]) == (503, "30")
     assert refused.headers["connection"] == "close"
     assert looked.status == 200
+
+
+def test_a_closed_terminal_ends_a_server_unless_it_was_started_to_outlive_it() -> None:
+    """As `nohup` starts it: SIGHUP is ignored, and stays so."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit) as ended, signals_as_exit():
+            signal.raise_signal(signal.SIGHUP)
+        assert ended.value.code == 0
+        with counted_signals() as came:
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGTERM)
+        assert came == [signal.SIGHUP, signal.SIGTERM]
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with signals_as_exit(), counted_signals() as came:
+            signal.raise_signal(signal.SIGHUP)
+        assert came == []
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_drain_ends_what_does_not_finish_in_its_time() -> None:

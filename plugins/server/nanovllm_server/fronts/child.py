@@ -29,8 +29,8 @@ BEAT_TICKS = 5
 def main() -> None:
     """Serve until the starting process says so; `argv` has a name and the control's file."""
     # The starting process's to handle: Ctrl-C, and what a service manager sends to every process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(one, signal.SIG_IGN)
     try:
         is_well = Front(socket.socket(fileno=int(sys.argv[2]))).run()
     except NanoVLLMError as error:

@@ -22,6 +22,7 @@ from nanovllm_core.selection import Decisions
 from nanovllm_engine_processes.sharing import EngineShare
 from nanovllm_server.fronts.process import DRAIN, EXIT, FrontProcess, FrontStart
 from nanovllm_server.guard.assemble import make_ledger
+from nanovllm_server.guard.drain import end_signals, handled
 from nanovllm_server.guard.files import within_file_limit
 from nanovllm_server.guard.hosts import bound_sockets, claimed
 from nanovllm_server.guard.logs import configure_logging
@@ -53,15 +54,10 @@ def check_processes(processes: int) -> None:
 
 @contextmanager
 def counted_signals() -> Iterator[list[int]]:
-    """The SIGINT and SIGTERM that came, instead of what they do."""
+    """The SIGINT and `end_signals` that came, instead of what they do."""
     came: list[int] = []
-    both = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(one, lambda number, _: came.append(number)) for one in both]
-    try:
+    with handled((signal.SIGINT, *end_signals()), lambda number, _: came.append(number)):
         yield came
-    finally:
-        for one, handler in zip(both, before, strict=True):
-            signal.signal(one, handler)
 
 
 def is_storm(ends: deque[float], now: float) -> bool:
@@ -100,7 +96,7 @@ class Fronts:
         self._is_announced = False
 
     def run(self) -> bool:
-        """Start and serve until SIGINT or SIGTERM; False where something else ended the server."""
+        """Start and serve until a signal; False where something else ended the server."""
         configure_logging(self._settings.log.format, self._settings.log.level)
         self._settings = within_file_limit(self._settings)
         is_well = False

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -21,17 +22,35 @@ from nanovllm_server.guard.ledger import REQUESTS, Ledger
 log = logging.getLogger("nanovllm_server")
 
 
-@contextmanager
-def sigterm_as_exit() -> Iterator[None]:
-    """While no server handles SIGTERM, it ends the process by way of `finally`, with status 0.
+Handler = Callable[[int, FrameType | None], object]
 
-    A supervisor that asked for the end sees no failure, as after a drain.
-    """
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+
+@contextmanager
+def handled(signals: Sequence[signal.Signals], handler: Handler) -> Iterator[None]:
+    """Inside, the handler gets these signals. The main thread calls."""
+    before = [(one, signal.signal(one, handler)) for one in signals]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for one, earlier in before:
+            signal.signal(one, earlier)
+
+
+def end_signals() -> tuple[signal.Signals, ...]:
+    """SIGTERM, and SIGHUP of a terminal that closes, unless the process ignores it (nohup)."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGTERM,) if is_ignored else (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def signals_as_exit() -> Iterator[None]:
+    """While no server handles `end_signals`, they end the process by way of `finally`, with
+    status 0.
+
+    A supervisor that asked for the end sees no failure, as after a drain.
+    """
+    with handled(end_signals(), lambda *_: sys.exit(0)):
+        yield
 
 
 class Drain:
@@ -92,7 +111,7 @@ class Drain:
 
 
 class DrainingServer(uvicorn.Server):
-    """A uvicorn server that drains on the first SIGTERM or Ctrl-C, and exits with status 0.
+    """A uvicorn server that drains on the first of `end_signals` or Ctrl-C; its status is 0.
 
     It listens until the last request has ended, so that load balancers see `/ready` fail. The
     second signal ends the running requests at once. `announce` is called once it listens.
@@ -109,6 +128,13 @@ class DrainingServer(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             self.announce()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        is_main = threading.current_thread() is threading.main_thread()
+        # uvicorn handles SIGINT and SIGTERM.
+        with super().capture_signals(), handled(end_signals() if is_main else (), self.handle_exit):
+            yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called between any two lines, so it only counts. uvicorn's would raise the signal again

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from asyncio import to_thread
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 from starlette.routing import BaseRoute, Route, Router
@@ -23,6 +20,7 @@ from nanovllm_server.watch.exposition import (
     make_registry,
 )
 from nanovllm_server.watch.facts import FactsEndpoints, LiveFacts, plugins_in_use
+from nanovllm_server.watch.folder import metrics_folder
 from nanovllm_server.watch.health import EngineMonitor, HealthEndpoints, close_within
 from nanovllm_server.watch.plugin import OPENTELEMETRY, PROMETHEUS
 from nanovllm_server.watch.route_plugins import RoutePlugins
@@ -42,11 +40,7 @@ def observed(
     config: EngineConfig, tracing: TracingSettings | None = None
 ) -> Iterator[EngineConfig]:
     """The configuration with the server's observers. Their private folder goes at the end."""
-    folder = Path(tempfile.gettempdir(), f"nanovllm-metrics-{token_hex(8)}")
-    with ExitStack() as stack:
-        # First, for a signal may end the process as soon as the folder is there.
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        folder.mkdir(mode=0o700)
+    with metrics_folder() as folder:
         options = {"folder": str(folder)}
         added: list[dict[str, Any]] = [{"name": PROMETHEUS.name, "options": options}]
         if tracing is not None:
