@@ -174,7 +174,7 @@ MUTATIONS = [
             "settings.py",
             "weights always add up to 1",
             LOGITS,
-            ('bool(config.get("norm_topk_prob", True))', "True"),
+            ('true_or_false(config, "norm_topk_prob", default=True)', "True"),
         ),
     ),
     (

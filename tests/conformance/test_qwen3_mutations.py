@@ -231,7 +231,7 @@ MUTATIONS = [
     own(
         "biases of the attention forgotten",
         HONOURED,
-        ('bias = bool(config.get("attention_bias"))', "bias = False"),
+        ('bias = true_or_false(config, "attention_bias")', "bias = False"),
     ),
     config(
         "the size of heads guessed",
