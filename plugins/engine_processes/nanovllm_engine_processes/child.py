@@ -11,10 +11,12 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -39,6 +41,8 @@ from nanovllm_engine_processes import wire
 PARENT_SECONDS = 0.5
 """How often an engine's process looks whether the door's is still there."""
 LINGER_MS = 1000
+SHARE_PREFIX = "nanovllm-share-"
+"""Of the names of an `EngineShare`'s folder, in which `pid` has the process that shares."""
 REQUESTS = 0
 """The subscriber of all requests; each question has one of its own."""
 
@@ -62,6 +66,16 @@ def check_path(address: str) -> None:
             f"the path of a socket in the temporary folder {os.path.dirname(path)} has {size} "
             f"bytes, and may have {zmq.IPC_PATH_MAX_LEN}; set TMPDIR to a shorter folder"
         )
+
+
+def shares_of(pid: int) -> list[Path]:
+    """The folders in which a process shares an engine."""
+    found = []
+    for folder in Path(tempfile.gettempdir()).glob(f"{SHARE_PREFIX}*"):
+        with suppress(OSError, ValueError):  # another user's, or removed in the meantime
+            if folder.stat().st_uid == os.getuid() and int((folder / "pid").read_text()) == pid:
+                found.append(folder)
+    return found
 
 
 def main() -> None:
@@ -190,5 +204,7 @@ class EngineServer:
         """Until this process ends, so a step or a close that hangs does not outlive the door."""
         while os.getppid() == self._parent:
             time.sleep(PARENT_SECONDS)
-        shutil.rmtree(self._folder, ignore_errors=True)  # nobody else is left to do it
+        # Nobody else is left to remove what it has made.
+        for folder in (self._folder, *shares_of(self._parent)):
+            shutil.rmtree(folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)

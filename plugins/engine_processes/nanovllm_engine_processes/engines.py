@@ -8,6 +8,7 @@ import shutil
 import socket
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -52,6 +53,8 @@ class Engines:
         self._rope.setblocking(False)
         self._context = zmq.Context()
         self._folder = tempfile.mkdtemp(prefix="nanovllm-engines-")  # readable by this user alone
+        # A program may end before `close` has: a second Ctrl-C interrupts the wait for it.
+        self._remove_folder = weakref.finalize(self, _remove, self._folder, os.getpid())
         try:
             self._spawn(config)
         except BaseException:
@@ -193,4 +196,10 @@ class Engines:
         self._context.destroy(linger=0)
         self._bell.close()
         self._rope.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove_folder()
+
+
+def _remove(folder: str, pid: int) -> None:
+    """Remove the sockets, unless this process is a fork of the one that has made them."""
+    if os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -35,7 +35,7 @@ from nanovllm_core.frontend import (
     WaitIdle,
 )
 from nanovllm_engine_processes import wire
-from nanovllm_engine_processes.child import check_path
+from nanovllm_engine_processes.child import SHARE_PREFIX, check_path
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class EngineShare:
     """
 
     def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="nanovllm-share-"))  # this user's alone
+        self.folder = Path(tempfile.mkdtemp(prefix=SHARE_PREFIX))  # this user's alone
         try:
             check_path(door_of(self.folder, LONGEST_DOOR))
         except EngineError:
