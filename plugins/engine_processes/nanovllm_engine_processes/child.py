@@ -205,6 +205,6 @@ class EngineServer:
         while os.getppid() == self._parent:
             time.sleep(PARENT_SECONDS)
         # Nobody else is left to remove what it has made.
-        for folder in (self._folder, *shares_of(self._parent)):
+        for folder in (Path(self._folder), *shares_of(self._parent)):
             shutil.rmtree(folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)

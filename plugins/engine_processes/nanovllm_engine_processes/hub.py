@@ -45,6 +45,7 @@ from nanovllm_engine_processes.facts import Question, check_devices, common_info
 from nanovllm_engine_processes.plugin import ProcessesOptions
 from nanovllm_engine_processes.routing import Router, choose, forget
 from nanovllm_engine_processes.samples import Batch, Sample, Samples
+from nanovllm_engine_processes.starting import await_starts
 
 logger = logging.getLogger(__name__)
 
@@ -114,25 +115,7 @@ class Hub:
 
     def _start(self, engines: Engines) -> Started:
         began = time.monotonic()
-        facts: dict[int, list[Any]] = {}
-        while len(facts) < len(engines):
-            for number, name, content in engines.receive():
-                if name != wire.STARTED:
-                    raise wire.read_error(content)
-                facts[number] = content
-                engines.mark_ready(number)
-            heard, ended = engines.find_ended()
-            failed = [content for _, name, content in heard if name == wire.FAILED]
-            if ended:
-                raise wire.read_error(failed[0]) if failed else next(iter(ended.values()))
-            if not self._inbox.empty() and isinstance(self._inbox.get(), Close):
-                raise EngineClosedError(f"the start of this {self._name} was interrupted")
-            if time.monotonic() - began > self._options.start_seconds:
-                names = ", ".join(engines.name(one) for one in engines if one not in facts)
-                raise EngineError(
-                    f"{names} did not start within start_seconds "
-                    f"({self._options.start_seconds:g} s)"
-                )
+        facts = await_starts(engines, self._inbox, self._name, self._options.start_seconds)
         self._infos = {number: wire.read_info(facts[number][0]) for number in sorted(facts)}
         check_devices(self._infos, self._config)
         size = self._config.data_parallel_size
