@@ -17,8 +17,8 @@ def await_starts(
 ) -> dict[int, list[Any]]:
     """The facts that each engine has sent, by its number.
 
-    Raises the error of an engine whose start failed, EngineClosedError if `inbox` brings `Close`, and
-    EngineError if the starts take longer than `seconds`.
+    Raises the error of an engine whose start failed, EngineClosedError if `inbox` brings `Close`,
+    and EngineError if the starts take longer than `seconds`.
     """
     began = time.monotonic()
     facts: dict[int, list[Any]] = {}
