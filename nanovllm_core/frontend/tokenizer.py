@@ -96,7 +96,7 @@ class Tokenizer:
         return Detokenizer(self)
 
     def load_chat_template(self) -> None:
-        """Import what applies the chat template, which takes a second at its first use otherwise.
+        """Load what applies the chat template, which takes a second at its first use otherwise.
 
         For programs that must not stand still then. Nothing where the checkpoint has no template.
         """

@@ -130,18 +130,11 @@ class AbsorbedRuntime(DenseRuntime):
     Projections are absorbed: one cached row of a token is the key and the value of all heads.
     """
 
-    def _attend_one(
-        self,
-        layer: AttentionLayer,
-        q_THD: Tensor,
-        positions_T: Tensor,
-        keys_S: Tensor,
-        start: int = 0,
-    ) -> Tensor:
+    def attend_prepared(self, layer: AttentionLayer, q_THD: Tensor, positions_T: Tensor) -> Tensor:
         latent = cast(LatentAttention, layer)
-        q_THR = latent.absorb(q_THD)
-        out_THL = super()._attend_one(layer, q_THR, positions_T, keys_S, start)
-        return latent.expand_output(out_THL.to(q_THD.dtype))
+        out_TX = super().attend_prepared(layer, latent.absorb(q_THD), positions_T)
+        out_THL = out_TX.unflatten(-1, (layer.shape.num_heads, -1))
+        return latent.expand_output(out_THL).flatten(1)
 
     def _keys_and_values(
         self, layer: AttentionLayer, stored: Sequence[Tensor]
