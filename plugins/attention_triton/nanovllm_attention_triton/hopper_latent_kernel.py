@@ -76,12 +76,13 @@ def hopper_latent_kernel(
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(free.index(slot), count=1)
     fence_async_shared()
-    if DEPENDENT:
-        gdc_wait()
-        # Behind the wait, so that the merge may read the plan before its own.
-        gdc_launch_dependents()
+    # Past the L1: see `decode_qkv_kernels.decode_qkv_kernel`, which reads the plan as early.
     part_start = part_starts_ptr + gl.program_id(0) // HEAD_BLOCKS
-    plan = (items_ptr, item_capacity, gl.load(part_start), gl.load(part_start + 1))
+    first_item = gl.load(part_start, cache_modifier=".cg")
+    end_item = gl.load(part_start + 1, cache_modifier=".cg")
+    if first_item == end_item:
+        return
+    plan = (items_ptr, item_capacity, first_item, end_item)
     shared = (value_tiles, rest_tiles, full, free)
     inputs = (q_ptr, q_stride_row, q_stride_head, log2_scale)
     outputs = (out_ptr, out_stride_row, out_stride_head, partial_ptr, lse_ptr)
@@ -89,8 +90,8 @@ def hopper_latent_kernel(
     caches = (value_desc, rest_desc, table_ptr, table_stride)
     gl.warp_specialize(
         [
-            (attend_items, (inputs, outputs, plan, shared, sizes, BLOCK_H)),
-            (load_items, (caches, plan, shared, VALUE_SIZE, BLOCK_SIZE)),
+            (attend_items, (inputs, outputs, plan, shared, sizes, BLOCK_H, DEPENDENT)),
+            (load_items, (caches, plan, shared, VALUE_SIZE, BLOCK_SIZE, DEPENDENT)),
         ],
         [1],
         [PRODUCER_REGISTERS],
@@ -98,8 +99,14 @@ def hopper_latent_kernel(
 
 
 @gluon.jit
-def load_items(caches, plan, shared, VALUE_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """The producer: load the tiles of the program's items, each once its place is free."""
+def load_items(
+    caches, plan, shared, VALUE_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    """The producer: load the tiles of the program's items, each once its place is free.
+
+    It waits for the kernel before with the tile of a row's newest token alone: older rows are there.
+    """
     value_desc, rest_desc, table_ptr, table_stride = caches
     items_ptr, capacity, first_item, end_item = plan
     value_tiles, rest_tiles, full, free = shared
@@ -108,15 +115,21 @@ def load_items(caches, plan, shared, VALUE_SIZE: gl.constexpr, BLOCK_SIZE: gl.co
     count = 0
     for number in range(first_item, end_item):
         item = items_ptr + number
-        row = gl.load(item).to(gl.int64)
-        begin = gl.load(item + capacity)
-        end = gl.load(item + 2 * capacity)
-        block_id = gl.load(item + 5 * capacity)
+        row = gl.load(item, cache_modifier=".cg").to(gl.int64)
+        begin = gl.load(item + capacity, cache_modifier=".cg")
+        end = gl.load(item + 2 * capacity, cache_modifier=".cg")
+        row_first = gl.load(item + 3 * capacity, cache_modifier=".cg")
+        num_chunks = gl.load(item + 4 * capacity, cache_modifier=".cg")
+        block_id = gl.load(item + 5 * capacity, cache_modifier=".cg")
+        is_newest = number - row_first == num_chunks - 1
         for start in range(begin, end, TILE):
             slot = count % STAGES
             mbarrier.wait(free.index(slot), count // STAGES & 1 ^ 1)
             mbarrier.expect(full.index(slot), NUM_BYTES)
             place = start % BLOCK_SIZE
+            if DEPENDENT:  # noqa: SIM102 - the one is the compiler's, the other the program's
+                if is_newest & (start + TILE >= end):
+                    gdc_wait()
             tma.async_copy_global_to_shared(
                 value_desc, [block_id, place, 0, 0], full.index(slot), value_tiles.index(slot)
             )
@@ -131,7 +144,10 @@ def load_items(caches, plan, shared, VALUE_SIZE: gl.constexpr, BLOCK_SIZE: gl.co
 
 
 @gluon.jit
-def attend_items(inputs, outputs, plan, shared, sizes: gl.constexpr, BLOCK_H: gl.constexpr):
+def attend_items(
+    inputs, outputs, plan, shared, sizes: gl.constexpr, BLOCK_H: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):  # fmt: skip
     """The consumer: attend the tiles of the program's items, and store what becomes of each."""
     q_ptr, q_stride_row, q_stride_head, log2_scale = inputs
     items_ptr, capacity, first_item, end_item = plan
@@ -165,9 +181,14 @@ def attend_items(inputs, outputs, plan, shared, sizes: gl.constexpr, BLOCK_H: gl
         # of a store in a register.
         item = work // HEAD_BLOCKS
         head_block = work % HEAD_BLOCKS
-        row = gl.load(items_ptr + item).to(gl.int64)
-        begin = gl.load(items_ptr + capacity + item)
-        end = gl.load(items_ptr + 2 * capacity + item)
+        row = gl.load(items_ptr + item, cache_modifier=".cg").to(gl.int64)
+        begin = gl.load(items_ptr + capacity + item, cache_modifier=".cg")
+        end = gl.load(items_ptr + 2 * capacity + item, cache_modifier=".cg")
+        if DEPENDENT:  # noqa: SIM102 - the one is the compiler's, the other the program's
+            if work == first_work:
+                gdc_wait()
+                # Behind the wait, so that the merge may read the plan before its own.
+                gdc_launch_dependents()
         first_head = head_block * BLOCK_H
         q_row = q_ptr + row * q_stride_row
         copy_queries(q_value, q_row, q_stride_head, first_head, NUM_HEADS, sizes[3])

@@ -58,23 +58,25 @@ def latent_decode_kernel(
     these sizes rounded up to powers of two, whose further columns are read as zeros. A row of one
     chunk gets its output here; of several, each chunk leaves a normalised fp32 part [item,
     HEAD_BLOCKS, PARTIAL_HEADS, BLOCK_V] and its log-sum-exp, base 2, for `latent_merge_kernel`.
-    `log2_scale` is the softmax scale times log2(e). DEPENDENT: see
-    `nanovllm_core.kernels.dependent_launch`.
+    `log2_scale` is the softmax scale times log2(e).
+
+    DEPENDENT: see `nanovllm_core.kernels.launch_options`. The plan is read before the wait, as in
+    `decode_qkv_kernels.decode_qkv_kernel`; programs without an item end there.
     """
+    item = tl.program_id(0) // HEAD_BLOCKS
+    head_block = tl.program_id(0) % HEAD_BLOCKS
+    # Loaded before the test, so that the two do not wait for each other.
+    row = tl.load(items_ptr + item, cache_modifier=".cg").to(tl.int64)
+    begin = tl.load(items_ptr + item_capacity + item, cache_modifier=".cg")
+    end = tl.load(items_ptr + 2 * item_capacity + item, cache_modifier=".cg")
+    num_chunks = tl.load(items_ptr + 4 * item_capacity + item, cache_modifier=".cg")
+    first_block_id = tl.load(items_ptr + 5 * item_capacity + item, cache_modifier=".cg")
+    if item >= tl.load(num_items_ptr, cache_modifier=".cg"):
+        return
     if DEPENDENT:
         gdc_wait()
         # Behind the wait, so that the merge may read the plan before its own.
         gdc_launch_dependents()
-    item = tl.program_id(0) // HEAD_BLOCKS
-    head_block = tl.program_id(0) % HEAD_BLOCKS
-    # Loaded before the test, so that the two do not wait for each other.
-    row = tl.load(items_ptr + item).to(tl.int64)
-    begin = tl.load(items_ptr + item_capacity + item)
-    end = tl.load(items_ptr + 2 * item_capacity + item)
-    num_chunks = tl.load(items_ptr + 4 * item_capacity + item)
-    first_block_id = tl.load(items_ptr + 5 * item_capacity + item)
-    if item >= tl.load(num_items_ptr):
-        return
 
     lanes = tl.arange(0, BLOCK_H)
     heads = head_block * BLOCK_H + lanes

@@ -229,15 +229,19 @@ def test_decode_reads_a_row_once_for_both_products(reports):
     assert report.ptx.count("cp.async.cg.shared.global") == 3 * pieces // threads
 
 
-def test_the_kernel_for_hopper_loads_by_the_copy_engine_and_waits_before_it_reads(reports):
-    """Eight pieces of 64 values and one of the rest a tile; the kernel before may write them."""
+def test_the_kernel_for_hopper_loads_by_the_copy_engine_and_waits_for_queries(reports):
+    """Eight pieces of 64 values and one of the rest a tile. Before their waits, one for the newest
+    row and one for queries, its warps read the plan alone, past the L1, and block tables.
+    """
     report = reports["hopper bf16-heads16-512+64"]
     assert report.ptx.count("cp.async.bulk.tensor") == 9
     # 32 products of 16 columns of the value, 4 of the rest, and 8 x 4 for the output.
     assert report.ptx.count("wgmma.mma_async") == 68
-    entry, _, rest = report.ptx.partition("griddepcontrol.wait")
-    assert "ld.global" not in entry
-    assert "ld.global" in rest
+    *before, rest = report.ptx.split("griddepcontrol.wait")
+    assert len(before) == 2
+    assert not any("ld.global.v4" in part for part in before)
+    assert sum(part.count("ld.global.b32") for part in before) == 1  # of the block table
+    assert "ld.global.v4" in rest
 
 
 def test_prompts_multiply_on_hopper_s_tensor_cores(reports):
