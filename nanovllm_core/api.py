@@ -138,8 +138,11 @@ from nanovllm_core.interfaces.tail import (
     CapturedTail as CapturedTail,
     RowColumn as RowColumn,
     RowFlag as RowFlag,
+    ShardedTail as ShardedTail,
+    ShardedTailKernels as ShardedTailKernels,
     TailKernels as TailKernels,
     TailTables as TailTables,
+    VocabShard as VocabShard,
 )
 from nanovllm_core.registry.hookspecs import (
     hookimpl as hookimpl,

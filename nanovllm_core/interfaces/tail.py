@@ -107,9 +107,70 @@ class CapturedTail(ABC):
         """The tail's own tensors that captured calls use, by name."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabShard:
+    """What one of `num_ranks` ranks has of the logits: `num_ids` ids from `first_id` on.
+
+    The logits have `num_columns`, the same on all ranks; those behind the ids are padding.
+    """
+
+    first_id: int
+    num_ids: int
+    num_columns: int
+    num_ranks: int
+
+
+class ShardedTail(ABC):
+    """A captured tail over ranks that have a part of the vocabulary each, and gather no logits.
+
+    X columns of a `VocabShard`, P numbers of a part, N ranks. A row that is cut without a `top_k`,
+    or by one above `max_top_k`, is left out: it needs all logits. The rest is as in `CapturedTail`.
+    """
+
+    max_top_k: int
+    logprobs: Tensor
+
+    @abstractmethod
+    def find(
+        self,
+        logits_BX: Tensor,
+        rows_B: Tensor,
+        num_known_B: Tensor,
+        output_index_B: Tensor,
+        skip: Tensor,
+    ) -> Tensor:
+        """This rank's part of each entry, int32 [B, P], the same memory in all calls."""
+
+    @abstractmethod
+    def choose(
+        self,
+        parts_BNP: Tensor,
+        rows_B: Tensor,
+        num_known_B: Tensor,
+        output_index_B: Tensor,
+        out_B: Tensor,
+        skip: Tensor,
+    ) -> None:
+        """Write the id of each entry, of the parts of all ranks side by side, int32 [B, N * P]."""
+
+    @abstractmethod
+    def captured_tensors(self) -> Mapping[str, Tensor]:
+        """The tail's own tensors that captured calls use, by name."""
+
+
 @runtime_checkable
 class TailKernels(Protocol):
     """A kernel set that has a captured tail."""
 
     def make_tail(self, tables: TailTables, vocab_size: int, max_entries: int) -> CapturedTail:
         """A tail over these tables; called once, before the KV cache is sized."""
+
+
+@runtime_checkable
+class ShardedTailKernels(Protocol):
+    """A kernel set that has a captured tail over ranks."""
+
+    def make_sharded_tail(
+        self, tables: TailTables, shard: VocabShard, max_entries: int
+    ) -> ShardedTail:
+        """As `TailKernels.make_tail`, for a rank with these ids."""

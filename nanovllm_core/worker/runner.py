@@ -113,7 +113,7 @@ class ModelRunner:
         widths = vocab_size, num_entries
         captured = make_captured_sampler(kernels, self.sampler, self.tables, *widths)
         self._captured, self._tail, num_columns = over_ranks(
-            tp, self.sampler, captured, tail, self.tables, *widths
+            tp, kernels, self.sampler, captured, tail, self.tables, *widths
         )
         self.logits = torch.zeros((num_entries, num_columns), dtype=model.dtype, device=device)
         self._row_sampling = [NOTHING_ASKED] * (max_rows + 1)

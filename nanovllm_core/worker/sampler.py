@@ -100,33 +100,47 @@ class CapturedSampler:
         return self._sampler.captured_tensors()
 
 
+class LogprobReports:
+    """Which rows get log-probabilities of a captured tail, and how many."""
+
+    def __init__(self, num_rows: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._num_top = np.full(num_rows + 1, -1, np.int32)
+        """By row, -1 where it asks for none; the last is that of padding."""
+
+    def admit(self, row: int, asked: int | None) -> None:
+        """A row is given to a request that asks the tail for so many, or for none at all."""
+        self._num_top[row] = -1 if asked is None else min(asked, self._vocab_size)
+
+    def of(self, rows: NDArray[np.int32], packed: Tensor) -> Sequence[LogprobTensors]:
+        """Those of entries that are these rows, of a tail's `logprobs`."""
+        num_top = self._num_top[rows]
+        entries = np.flatnonzero(num_top >= 0)
+        if not entries.size:
+            return ()
+        asked = entries.tolist()
+        return (LogprobTensors(asked, num_top[entries].tolist(), asked, packed[: len(rows)]),)
+
+
 class TailSampler(CapturedSampler):
     """The kernel set's tail, which chooses as the built-in sampler does."""
 
     def __init__(self, tail: CapturedTail, num_rows: int, vocab_size: int) -> None:
         self._tail = tail
-        self._vocab_size = vocab_size
-        self._num_top = np.full(num_rows + 1, -1, np.int32)
-        """By row, -1 where it asks for no log-probabilities; the last is that of padding."""
+        self._reports = LogprobReports(num_rows, vocab_size)
 
     def needs_tail(self, sampling: RowSampling) -> bool:
         return not is_captured(sampling)
 
     def admit(self, row: int, sampling: RowSampling) -> None:
-        reported = is_captured(sampling) and sampling.logprobs is not None
-        self._num_top[row] = min(sampling.logprobs or 0, self._vocab_size) if reported else -1
+        self._reports.admit(row, None if self.needs_tail(sampling) else sampling.logprobs)
 
     def sample(self, logits_BV: Tensor, inputs: StepInputs, out_B: Tensor, skip: Tensor) -> None:
         num_known_B, index_B = inputs.seq_lens, inputs.output_index
         self._tail.sample(logits_BV, inputs.rows, num_known_B, index_B, out_B, skip)
 
     def logprobs(self, rows: NDArray[np.int32]) -> Sequence[LogprobTensors]:
-        num_top = self._num_top[rows]
-        entries = np.flatnonzero(num_top >= 0)
-        if not entries.size:
-            return ()
-        asked, packed = entries.tolist(), self._tail.logprobs[: len(rows)]
-        return (LogprobTensors(asked, num_top[entries].tolist(), asked, packed),)
+        return self._reports.of(rows, self._tail.logprobs)
 
     def captured_tensors(self) -> Mapping[str, Tensor]:
         return self._tail.captured_tensors()

@@ -2,8 +2,9 @@
 
 The noise of an id depends on no other id. So each rank scores its own ids, and the best of all
 ranks wins: greedy and temperature need two 32-bit numbers of each entry and rank, and no logits.
-A row that asks for more gets it after the step: its logits, and no others, are gathered on every
-rank, and the samplers of one rank choose from them.
+Where the kernel set has a `ShardedTail`, it does what the tables say of a row, of about a thousand
+bytes of each entry and rank. What is left comes after the step: the logits of rows that ask for it,
+and no others, are gathered on every rank, and the samplers of one rank choose from them.
 """
 
 from __future__ import annotations
@@ -13,41 +14,69 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm_core.errors import UnsupportedError
+from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.model import vocab_per_rank
 from nanovllm_core.interfaces.parallel import TensorParallel
 from nanovllm_core.interfaces.plan import RowSampling
 from nanovllm_core.interfaces.sampler import Sampler
+from nanovllm_core.interfaces.tail import ShardedTail, ShardedTailKernels, VocabShard
 from nanovllm_core.kernels import sampling_reference
 from nanovllm_core.worker.batch import StepInputs
 from nanovllm_core.worker.results import LogprobTensors
-from nanovllm_core.worker.rows import RowTables
-from nanovllm_core.worker.sampler import CapturedSampler, GumbelSampler
+from nanovllm_core.worker.rows import RowTables, is_captured
+from nanovllm_core.worker.sampler import (
+    CapturedSampler,
+    GumbelSampler,
+    LogprobReports,
+    TailSampler,
+    tail_tables,
+)
 from nanovllm_core.worker.sampler_tail import NOTHING_ASKED, SamplerTail, to_device
 
 
-class ShardedSampler(CapturedSampler):
-    """Greedy and temperature as the built-in sampler does, over ranks.
+class _OverRanks(CapturedSampler):
+    """Logits have the columns of a `VocabShard`; `whole` is the sampler of gathered rows."""
 
-    The logits have `vocab_per_rank` columns. `whole` is the sampler of gathered rows.
-    """
+    def __init__(self, tp: TensorParallel, whole: CapturedSampler, shard: VocabShard) -> None:
+        self._tp = tp
+        self._whole = whole
+        self._shard = shard
+
+    def admit(self, row: int, sampling: RowSampling) -> None:
+        self._whole.admit(row, sampling)
+
+    def largest(self, logits_BX: Tensor) -> Tensor:
+        shard = self._shard
+        is_padding_X = torch.arange(shard.num_columns, device=logits_BX.device) >= shard.num_ids
+        own_B1 = logits_BX.float().masked_fill(is_padding_X, -torch.inf).amax(dim=1, keepdim=True)
+        return self._tp.all_gather(own_B1).amax(dim=1)
+
+    def _check_columns(self, logits_BX: Tensor) -> None:
+        if logits_BX.shape[1] != self._shard.num_columns:
+            raise UnsupportedError(
+                f"compute_logits() gave {logits_BX.shape[1]} columns for an out_TV that has "
+                f"{self._shard.num_columns}, those of one of {self._tp.size} ranks; correct the "
+                "model plugin, or use ParallelLMHead there"
+            )
+
+
+class ShardedSampler(_OverRanks):
+    """Greedy and temperature as the built-in sampler does."""
 
     def __init__(
         self,
         tp: TensorParallel,
         whole: CapturedSampler,
+        shard: VocabShard,
         tables: RowTables,
-        vocab_size: int,
         max_entries: int,
     ) -> None:
-        self._tp = tp
-        self._whole = whole
+        super().__init__(tp, whole, shard)
         self._tables = tables
-        self.num_columns = vocab_per_rank(vocab_size, tp.size)
-        self._first_id = tp.rank * self.num_columns
-        self._num_ids = min(max(vocab_size - self._first_id, 0), self.num_columns)
         self._workspace = None
         device = tables.arena.device
         self._pairs = torch.zeros((max_entries, 2), dtype=torch.int32, device=device)
@@ -60,19 +89,11 @@ class ShardedSampler(CapturedSampler):
     def needs_tail(self, sampling: RowSampling) -> bool:
         return sampling.needs_tail
 
-    def admit(self, row: int, sampling: RowSampling) -> None:
-        self._whole.admit(row, sampling)
-
     def sample(self, logits_BX: Tensor, inputs: StepInputs, out_B: Tensor, skip: Tensor) -> None:
-        if logits_BX.shape[1] != self.num_columns:
-            raise UnsupportedError(
-                f"compute_logits() gave {logits_BX.shape[1]} columns for an out_TV that has "
-                f"{self.num_columns}, those of one of {self._tp.size} ranks; correct the model "
-                "plugin, or use ParallelLMHead there"
-            )
+        self._check_columns(logits_BX)
         tables, rows_B = self._tables, inputs.rows
         choice = (logits_BX, rows_B, tables.temperature, tables.seed, inputs.output_index)
-        ids = (self._first_id, self._num_ids)
+        ids = (self._shard.first_id, self._shard.num_ids)
         if self._workspace is not None:
             pairs_B2, kernels = self._pairs[: len(rows_B)], self._kernels
             kernels.best_pairs(*choice, *ids, pairs_B2, workspace=self._workspace, skip_flag=skip)
@@ -81,15 +102,46 @@ class ShardedSampler(CapturedSampler):
             pairs_B2 = sampling_reference.best_pairs(*choice, *ids)
             sampling_reference.choose_pair(self._tp.all_gather(pairs_B2), rows_B, out_B)
 
-    def largest(self, logits_BX: Tensor) -> Tensor:
-        is_padding_X = torch.arange(self.num_columns, device=logits_BX.device) >= self._num_ids
-        own_B1 = logits_BX.float().masked_fill(is_padding_X, -torch.inf).amax(dim=1, keepdim=True)
-        return self._tp.all_gather(own_B1).amax(dim=1)
-
     def captured_tensors(self) -> Mapping[str, Tensor]:
         if self._workspace is None:
             return {}
         return {"pairs": self._pairs, "scores": self._workspace.scores, "ids": self._workspace.ids}
+
+
+class ShardedTailSampler(_OverRanks):
+    """The kernel set's tail over ranks, and all that it can do of what rows ask for."""
+
+    def __init__(
+        self,
+        tp: TensorParallel,
+        whole: CapturedSampler,
+        shard: VocabShard,
+        tail: ShardedTail,
+        reports: LogprobReports,
+    ) -> None:
+        super().__init__(tp, whole, shard)
+        self._tail = tail
+        self._reports = reports
+
+    def needs_tail(self, sampling: RowSampling) -> bool:
+        in_reach = not sampling.is_cut or 0 < sampling.top_k <= self._tail.max_top_k
+        return not (is_captured(sampling) and in_reach)
+
+    def admit(self, row: int, sampling: RowSampling) -> None:
+        super().admit(row, sampling)
+        self._reports.admit(row, None if self.needs_tail(sampling) else sampling.logprobs)
+
+    def sample(self, logits_BX: Tensor, inputs: StepInputs, out_B: Tensor, skip: Tensor) -> None:
+        self._check_columns(logits_BX)
+        entries = (inputs.rows, inputs.seq_lens, inputs.output_index)
+        parts_BP = self._tail.find(logits_BX, *entries, skip)
+        self._tail.choose(self._tp.all_gather(parts_BP), *entries, out_B, skip)
+
+    def logprobs(self, rows: NDArray[np.int32]) -> Sequence[LogprobTensors]:
+        return self._reports.of(rows, self._tail.logprobs)
+
+    def captured_tensors(self) -> Mapping[str, Tensor]:
+        return self._tail.captured_tensors()
 
 
 class GatheringTail:
@@ -169,6 +221,7 @@ class GatheringTail:
 
 def over_ranks(
     tp: TensorParallel,
+    kernels: KernelSet,
     sampler: Sampler,
     captured: CapturedSampler,
     tail: SamplerTail,
@@ -182,6 +235,20 @@ def over_ranks(
     """
     if tp.size == 1 or type(sampler) is not GumbelSampler:
         return captured, tail, vocab_size
-    sharded = ShardedSampler(tp, captured, tables, vocab_size, max_entries)
+    num_columns = vocab_per_rank(vocab_size, tp.size)
+    first_id = tp.rank * num_columns
+    shard = VocabShard(
+        first_id=first_id,
+        num_ids=min(max(vocab_size - first_id, 0), num_columns),
+        num_columns=num_columns,
+        num_ranks=tp.size,
+    )
+    sharded: CapturedSampler
+    if isinstance(captured, TailSampler) and isinstance(kernels, ShardedTailKernels):
+        its_tail = kernels.make_sharded_tail(tail_tables(tables), shard, max_entries)
+        reports = LogprobReports(len(tables.computed), vocab_size)
+        sharded = ShardedTailSampler(tp, captured, shard, its_tail, reports)
+    else:
+        sharded = ShardedSampler(tp, captured, shard, tables, max_entries)
     gathering = GatheringTail(tp, captured, tail, vocab_size, tables.arena.device)
-    return sharded, gathering, sharded.num_columns
+    return sharded, gathering, num_columns

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor
 
 from nanovllm_core.errors import UnsupportedError
@@ -19,6 +19,7 @@ from nanovllm_core.interfaces.parallel import SingleRank, TensorParallel
 from nanovllm_core.interfaces.plan import Admission, RowSampling
 from nanovllm_core.interfaces.sampler import Sampler, SamplerContext
 from nanovllm_core.interfaces.specs import NoOptions
+from nanovllm_core.interfaces.tail import ShardedTail
 from nanovllm_core.worker.batch import StepInputs
 from nanovllm_core.worker.masks import MaskTable
 from nanovllm_core.worker.processors import RowProcessors
@@ -35,6 +36,9 @@ from .tail_step import ints
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MAX_LEN = 32
+# On a GPU each part of a vocabulary has its own kernels, which take seconds to compile.
+TAIL_VOCABS = [500] if DEVICE.type == "cuda" else [1, 7, 129, 500]
+TAIL_RANKS = [3] if DEVICE.type == "cuda" else [2, 3, 4, 5]
 INTERPRETER = threading.Lock()
 """Triton's interpreter runs one kernel at a time; ranks are threads here."""
 
@@ -49,6 +53,30 @@ class LockedTail(TailSampler):
             super().sample(logits_BV, inputs, out_B, skip)
 
 
+class LockedKernels:
+    """A kernel set with a tail over ranks, whose launches take turns."""
+
+    def make_sharded_tail(self, *arguments: Any) -> ShardedTail:
+        tail: ShardedTail = captured_tail().TritonShardedTail(*arguments)
+        for name in ("find", "choose"):
+            setattr(tail, name, self.taking_turns(getattr(tail, name)))
+        return tail
+
+    @staticmethod
+    def taking_turns(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            with INTERPRETER:
+                return method(*arguments)
+
+        return call
+
+
+def captured_tail() -> Any:
+    return pytest.importorskip(
+        "nanovllm_kernels_triton.captured_tail", reason="needs the plugin kernels_triton"
+    )
+
+
 @dataclass
 class Step:
     """Entries of a step: whole logits, and of each its row, what it asks for, and its ids."""
@@ -58,6 +86,7 @@ class Step:
     ids: Sequence[Sequence[int]]
     finished: int = -1
     captured_tail: Any = None
+    kernels: Any = None
 
     def __post_init__(self) -> None:
         self.vocab_size = self.logits.shape[1]
@@ -104,7 +133,7 @@ class Step:
         if self.captured_tail is not None:
             kernels = self.captured_tail.TritonTail(tail_tables(tables), vocab, size)
             captured = LockedTail(kernels, size, vocab)
-        made = over_ranks(tp, sampler, captured, tail, tables, vocab, size)
+        made = over_ranks(tp, self.kernels, sampler, captured, tail, tables, vocab, size)
         return made, (captured, tail, vocab)
 
     def columns(self, tp: TensorParallel, num_columns: int) -> Tensor:
@@ -182,14 +211,68 @@ def test_any_mix_of_rows_gets_the_tokens_of_one_rank(step: Step, size: int) -> N
 @given(step=steps(st.sampled_from([129, 300])), size=st.integers(2, 3))
 def test_the_kernel_sets_tail_samples_gathered_rows(step: Step, size: int) -> None:
     """What captures hold on one rank follows the step here; the eager tail does what it leaves."""
-    step.captured_tail = pytest.importorskip(
-        "nanovllm_kernels_triton.captured_tail", reason="needs the plugin kernels_triton"
-    )
+    step.captured_tail = captured_tail()
     for one in range(len(step.params)):
         many = {"stop_token_ids": tuple(range(9)), "min_tokens": 4}
         if one % 3 == 2:  # more than the tables hold
             step.params[one] = RowSampling(seed=one, logprobs=1, **many)
     assert_ranks_agree(step, size)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that few ids have many splits."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(captured_tail(), "TILE", 64)
+        monkeypatch.setattr(captured_tail(), "MAX_SPLITS", 4)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@settings(
+    max_examples=10,
+    deadline=None,
+    phases=[Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(step=steps(st.sampled_from(TAIL_VOCABS)), size=st.sampled_from(TAIL_RANKS))
+def test_the_kernel_sets_tail_over_ranks_chooses_as_that_of_one(step: Step, size: int) -> None:
+    """Cuts, penalties, biases, log-probabilities, and ties that overflow the candidates' slots."""
+    step.captured_tail, step.kernels = captured_tail(), LockedKernels()
+    assert_ranks_agree(step, size)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_a_tail_over_ranks_gathers_parts_and_no_logits_of_the_rows_that_it_decides() -> None:
+    """Of 8 entries two are cut without a top_k that is in its reach."""
+    in_reach = [
+        RowSampling(temperature=0.7, seed=1, top_k=64, top_p=0.9, min_p=0.01),
+        RowSampling(temperature=0.0, repetition_penalty=1.3, logprobs=20),
+        RowSampling(temperature=1.0, seed=2, logit_bias=((3, 2.0), (170, -9.0)), logprobs=0),
+        RowSampling(temperature=1.0, seed=3, top_k=1, min_tokens=9, stop_token_ids=(5, 180)),
+        RowSampling(),
+        RowSampling(temperature=0.7, seed=4),
+    ]
+    beyond = [
+        RowSampling(temperature=0.7, seed=5, top_p=0.9, frequency_penalty=0.4),
+        RowSampling(temperature=0.7, seed=6, top_k=65, logprobs=3),
+    ]
+
+    def sent(params: list[RowSampling]) -> list[int]:
+        step = Step(torch.randn(len(params), 200) * 3, params, [[1, 170, 3, 170]] * len(params))
+        step.captured_tail, step.kernels = captured_tail(), LockedKernels()
+        ranks: list[Counted] = []
+
+        def on_rank(rank: SimulatedRank) -> Any:
+            ranks.append(Counted(rank))
+            return step.on_rank(ranks[-1])
+
+        expected = step.on_rank(SingleRank())
+        assert [tokens for tokens, _ in run_ranks(2, on_rank)] == [expected[0]] * 2
+        return ranks[0].sent
+
+    part = 4 * (8 + 3 * 64 + 2 * 32)
+    assert sent(in_reach) == [6 * part]
+    assert sent([*in_reach, *beyond]) == [8 * part, 2 * 100 * 4]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

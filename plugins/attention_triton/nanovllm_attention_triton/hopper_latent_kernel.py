@@ -105,7 +105,7 @@ def load_items(
 ):  # fmt: skip
     """The producer: load the tiles of the program's items, each once its place is free.
 
-    It waits for the kernel before with the tile of a row's newest token alone: older rows are there.
+    Only with the tile of a row's newest token does it wait for the kernel before.
     """
     value_desc, rest_desc, table_ptr, table_stride = caches
     items_ptr, capacity, first_item, end_item = plan

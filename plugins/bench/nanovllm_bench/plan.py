@@ -195,7 +195,7 @@ class Rank:
         """(the floor of a decode step, its collectives one after another).
 
         The floor is that of `roofline.decode_step_seconds`, with the window of each layer. The
-        collectives are the all-reduces: sampling exchanges 8 bytes of each row and rank.
+        collectives are the all-reduces: sampling exchanges about a KiB of each row and rank.
         """
         kv_bytes = (
             rows

@@ -46,10 +46,13 @@ def load_float(pointer):
 
 
 @triton.jit
-def edits_of(flags, params_ptr, halves_ptr, biases_ptr, stop_ids_ptr, temperature, lowest):
+def edits_of(
+    flags, params_ptr, halves_ptr, biases_ptr, stop_ids_ptr, temperature, lowest, first_id
+):
     """What `read_edited` does to a row: pointers are the row's own, `flags` say what counts.
 
-    Ids are forbidden whose logit divided by `temperature` is below `lowest`, where FLOORED.
+    Ids are forbidden whose logit divided by `temperature` is below `lowest`, where FLOORED. Logits
+    and counts begin at `first_id`, which is above 0 where ranks share the vocabulary.
     """
     return (
         flags,
@@ -63,6 +66,7 @@ def edits_of(flags, params_ptr, halves_ptr, biases_ptr, stop_ids_ptr, temperatur
         tl.load(params_ptr + NUM_STOP_IDS),
         temperature,
         lowest,
+        first_id,
     )
 
 
@@ -73,9 +77,17 @@ def read_edited(row_ptr, first, vocab_size, TILE: tl.constexpr, edits):
 
 
 @triton.jit
+def read_columns(row_ptr, first, num_ids, TILE: tl.constexpr, edits):
+    """The same by columns, of which the first `num_ids` are ids."""
+    first_id = edits[11]
+    return read_edited(row_ptr, first_id + first, first_id + num_ids, TILE, edits)
+
+
+@triton.jit
 def read_some(row_ptr, ids, first, vocab_size, TILE: tl.constexpr, edits):
     """The same of any ids among these."""
-    x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+    columns = ids - edits[11]
+    x = tl.load(row_ptr + columns, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
     x = tl.where(x != x, float("-inf"), x)
     flags = edits[0]
     if flags & BIASED:
@@ -87,7 +99,7 @@ def read_some(row_ptr, ids, first, vocab_size, TILE: tl.constexpr, edits):
             bias = load_float(edits[2] + MAX_BIASES + i)
             x += tl.where(ids == tl.load(edits[2] + i), bias, 0.0)
     if flags & PENALISED:
-        counts = tl.load(edits[1] + ids, mask=ids < vocab_size, other=0).to(tl.int32)
+        counts = tl.load(edits[1] + columns, mask=ids < vocab_size, other=0).to(tl.int32)
         outputs = counts & 0x7FFF
         factor = tl.where(x > 0, tl.div_rn(1.0, edits[5]), edits[5])
         x = tl.where(counts != 0, x * factor, x)
@@ -102,10 +114,11 @@ def read_some(row_ptr, ids, first, vocab_size, TILE: tl.constexpr, edits):
 
 
 @triton.jit
-def count_known(words_ptr, token_ids_ptr, counted, known, num_prompt, first, end):
-    """Count a row's ids `counted` to `known - 1`, of those from `first` to `end - 1`, both even.
+def count_known(words_ptr, token_ids_ptr, counted, known, num_prompt, first, end, first_id):
+    """Count a row's tokens `counted` to `known - 1` whose columns are `first` to `end - 1`.
 
-    `words_ptr` is the row's part of the count table, two ids in a word.
+    Both are even; column 0 is `first_id`. `words_ptr` is the row's part of the count table, two
+    columns in a word.
     """
     lanes = tl.arange(0, CHUNK)
     if counted < 0:
@@ -114,7 +127,7 @@ def count_known(words_ptr, token_ids_ptr, counted, known, num_prompt, first, end
         tl.debug_barrier()
     for start in range(tl.maximum(counted, 0), known, CHUNK):
         at = start + lanes
-        token = tl.load(token_ids_ptr + at, mask=at < known, other=-1)
+        token = tl.load(token_ids_ptr + at, mask=at < known, other=-1) - first_id
         mine = (token >= first) & (token < end)
         shift = (token & 1) * 16
         word_ptr = words_ptr + (token >> 1)

@@ -14,11 +14,13 @@ from nanovllm_core.api import (
     QKPrep,
     Routing,
     RoutingKernels,
+    ShardedTail,
     TailTables,
+    VocabShard,
 )
 from nanovllm_core.kernels import TorchKernels, launch_options, supports_dependent_launch
 from nanovllm_kernels_triton import experts_choice
-from nanovllm_kernels_triton.captured_tail import TritonTail
+from nanovllm_kernels_triton.captured_tail import TritonShardedTail, TritonTail
 from nanovllm_kernels_triton.compilation import CompileAhead
 from nanovllm_kernels_triton.elementwise import embed_kernel, rms_norm_kernel, silu_and_mul_kernel
 from nanovllm_kernels_triton.experts import run_experts
@@ -63,6 +65,11 @@ class TritonKernels(TorchKernels, RoutingKernels):
 
     def make_tail(self, tables: TailTables, vocab_size: int, max_entries: int) -> CapturedTail:
         return TritonTail(tables, vocab_size, max_entries)
+
+    def make_sharded_tail(
+        self, tables: TailTables, shard: VocabShard, max_entries: int
+    ) -> ShardedTail:
+        return TritonShardedTail(tables, shard, max_entries)
 
     def embed(self, ids_T: Tensor, weight_VE: Tensor) -> Tensor:
         num_tokens, size = ids_T.shape[0], weight_VE.shape[1]

@@ -83,17 +83,21 @@ def find_floor(keys, low, count, want, most):
 
 
 # One variant for every batch size: a graph's capture must not meet one that is not compiled yet.
-@triton.jit(do_not_specialize=["num_tiles", "max_entries", "max_model_len"])
+@triton.jit(do_not_specialize=["num_tiles", "max_entries", "max_model_len", "max_top_k"])
 def tail_partial_kernel(
     logits_ptr, rows_ptr, temperature_ptr, seed_ptr, output_index_ptr, num_known_ptr, skip_ptr,
     params_ptr, biases_ptr, stop_ids_ptr, min_tokens_ptr, halves_ptr,
     scores_ptr, score_ids_ptr, stats_ptr, values_ptr, ids_ptr,
     num_prompt_ptr, token_ids_ptr, words_ptr,
-    vocab_size, num_tiles, num_words, max_entries, max_model_len,
-    TILE: tl.constexpr, MAX_SPLITS: tl.constexpr, PLAIN_SPLITS: tl.constexpr,
-    APPROXIMATE: tl.constexpr,
+    num_columns, num_ids, num_tiles, num_words, max_entries, max_model_len, max_top_k,
+    FIRST_ID: tl.constexpr, TILE: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    PLAIN_SPLITS: tl.constexpr, APPROXIMATE: tl.constexpr,
 ):  # fmt: skip
-    """One program for each entry and split: what its token needs, then its log-probabilities."""
+    """One program for each entry and split: what its token needs, then its log-probabilities.
+
+    Logits have `num_columns`: the `num_ids` ids from FIRST_ID on, then padding. Rows that are cut
+    by a larger top_k than `max_top_k` are left out.
+    """
     entry, split = tl.program_id(0), tl.program_id(1)
     if tl.load(skip_ptr) != 0:
         return
@@ -106,23 +110,27 @@ def tail_partial_kernel(
     num_top = tl.load(params_ptr + NUM_TOP)
     if (asked == 0) & (num_top < 0):
         return
+    top_k = tl.load(params_ptr + TOP_K)
+    if ((asked & CUT) != 0) & (top_k > max_top_k):
+        return
 
     index = tl.load(output_index_ptr + entry)
-    first = split * num_tiles * TILE
-    row_ptr = logits_ptr + entry.to(tl.int64) * vocab_size
+    first_column = split * num_tiles * TILE
+    first, end = FIRST_ID + first_column, FIRST_ID + num_ids
+    row_ptr = logits_ptr + entry.to(tl.int64) * num_columns
     temperature = tl.load(temperature_ptr + row)
     scale = tl.div_rn(1.0, tl.where(temperature == 0.0, 1.0, temperature)) * LOG2_E
     flags = tl.where(index < tl.load(min_tokens_ptr + row), asked, asked & ~FORBIDS)
     edits = edits_of(
         flags, params_ptr, halves_ptr + row * num_words * 2, biases_ptr + row * 2 * MAX_BIASES,
-        stop_ids_ptr + row * MAX_STOP_IDS, temperature, 0.0,
+        stop_ids_ptr + row * MAX_STOP_IDS, temperature, 0.0, FIRST_ID,
     )  # fmt: skip
     if flags & PENALISED:
         count_known(
             words_ptr + row * num_words, token_ids_ptr + row * max_model_len,
             tl.load(params_ptr + COUNTED), tl.load(num_known_ptr + entry),
-            tl.load(num_prompt_ptr + row), first,
-            tl.minimum(first + num_tiles * TILE, 2 * num_words),
+            tl.load(num_prompt_ptr + row), first_column,
+            tl.minimum(first_column + num_tiles * TILE, 2 * num_words), FIRST_ID,
         )  # fmt: skip
 
     if (asked != 0) & ((asked & CUT) == 0):
@@ -132,7 +140,7 @@ def tail_partial_kernel(
         best_ids = first + lanes
         for tile in range(num_tiles):
             start = first + tile * TILE
-            scores = read_edited(row_ptr, start, vocab_size, TILE, edits)
+            scores = read_edited(row_ptr, start, end, TILE, edits)
             if temperature != 0.0:
                 scores = score_of(scores, start + lanes, scale, key_1, key_2, APPROXIMATE)
             better = scores > best
@@ -143,7 +151,6 @@ def tail_partial_kernel(
         tl.store(scores_ptr + slot, score)
         tl.store(score_ids_ptr + slot, tl.min(tl.where(best == score, best_ids, NONE), axis=0))
 
-    top_k = tl.load(params_ptr + TOP_K)
     for job in range(tl.where((asked & CUT) == 0, 1, 0), tl.where(num_top < 0, 1, 2)):
         if job == 1:  # of the logits as they are
             flags *= 0
@@ -152,11 +159,11 @@ def tail_partial_kernel(
         edits = edits_of(
             flags, params_ptr, halves_ptr + row * num_words * 2,
             biases_ptr + row * 2 * MAX_BIASES, stop_ids_ptr + row * MAX_STOP_IDS,
-            temperature, 0.0,
+            temperature, 0.0, FIRST_ID,
         )  # fmt: skip
         slots = (job * max_entries + entry).to(tl.int64) * MAX_SPLITS + split
         find_candidates(
-            row_ptr, first, num_tiles, vocab_size, edits, scale,
+            row_ptr, first, num_tiles, end, edits, scale,
             tl.minimum(top_k, MAX_RANKED), (job == 1) | (top_k > MAX_RANKED),
             stats_ptr + slots * NUM_STATS, values_ptr + slots * SLOTS, ids_ptr + slots * SLOTS,
             TILE,
@@ -165,7 +172,7 @@ def tail_partial_kernel(
 
 @triton.jit
 def find_candidates(
-    row_ptr, first, num_tiles, vocab_size, edits, scale, want, is_summed,
+    row_ptr, first, num_tiles, end, edits, scale, want, is_summed,
     stats_ptr, values_ptr, ids_ptr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Store a split's candidates, at least `want`, and its stats. Each lane has one id per tile.
@@ -176,7 +183,7 @@ def find_candidates(
     best = tl.full((TILE,), float("-inf"), tl.float32)
     weights = tl.zeros((TILE,), tl.float32)
     for tile in range(num_tiles):
-        x = read_edited(row_ptr, first + tile * TILE, vocab_size, TILE, edits)
+        x = read_edited(row_ptr, first + tile * TILE, end, TILE, edits)
         new = tl.maximum(best, x)
         if is_summed:
             weights = weights * weigh(best, new, scale) + weigh(x, new, scale)
@@ -198,7 +205,7 @@ def find_candidates(
     for tile in range(num_tiles):
         start = first + tile * TILE
         ids = start + found_lanes
-        x = read_some(row_ptr, ids, start, vocab_size, TILE, edits)
+        x = read_some(row_ptr, ids, start, end, TILE, edits)
         here = (valid & (to_key(x) >= floor) & (x > float("-inf"))).to(tl.int32)
         slot = count + tl.cumsum(here, axis=0) - 1
         mask = (here != 0) & (slot < SLOTS)

@@ -85,7 +85,7 @@ def tail_merge_kernel(
     answer = tl.full((), 0, tl.int32)
     if (asked & CUT) == 0:
         at = entry * PLAIN_SPLITS
-        answer = best_of_splits(
+        _, answer = best_of_splits(
             scores_ptr + at, score_ids_ptr + at,
             tl.where(asked == 0, plain_splits, num_splits), PLAIN_SPLITS,
         )  # fmt: skip
@@ -130,7 +130,7 @@ def tail_merge_kernel(
             edits = edits_of(
                 flags | FLOORED, params_ptr, halves_ptr + row * num_words * 2,
                 biases_ptr + row * 2 * MAX_BIASES, stop_ids_ptr + row * MAX_STOP_IDS,
-                temperature, least,
+                temperature, least, 0,
             )  # fmt: skip
             if (job == 0) & ((top_k >= vocab_size) | (top_p > 1.0)):
                 chosen = choose_by_pivots(
@@ -165,13 +165,13 @@ def tail_merge_kernel(
 
 @triton.jit
 def best_of_splits(scores_ptr, ids_ptr, num_splits, PLAIN_SPLITS: tl.constexpr):
-    """The id of the best score; of equal ones the lowest."""
+    """The best score and its id; of equal ones the lowest."""
     splits = tl.arange(0, PLAIN_SPLITS)
     mask = splits < num_splits
     scores = tl.load(scores_ptr + splits, mask=mask, other=float("-inf"))
     tokens = tl.load(ids_ptr + splits, mask=mask, other=NONE)
     best = tl.max(scores, axis=0)
-    return tl.min(tl.where(scores == best, tokens, NONE), axis=0)
+    return best, tl.min(tl.where(scores == best, tokens, NONE), axis=0)
 
 
 @triton.jit

@@ -16,10 +16,12 @@ SHARED = {
     **dict.fromkeys(("temperature_ptr", "scores_ptr", "values_ptr"), "*fp32:16"),
     "seed_ptr": "*i64:16",
     "halves_ptr": "*i16:16",
-    "vocab_size": "i32:16",
     "num_words": "i32:16",
     "max_entries": "i32",
 }
+COLUMNS = dict.fromkeys(("num_columns", "num_ids"), "i32:16")
+SECOND_HALF = 75968
+"""The first id of the second of two ranks that share 151,936."""
 CONSTANTS = {
     "TILE": tail.TILE,
     "MAX_SPLITS": tail.MAX_SPLITS,
@@ -28,13 +30,19 @@ CONSTANTS = {
 }
 
 
-def partial_job(dtype: str) -> AotJob:
+def partial_job(dtype: str, first_id: int = 0) -> AotJob:
     pointers = dict.fromkeys(("num_prompt_ptr", "token_ids_ptr", "words_ptr"), "*i32:16")
-    sizes = dict.fromkeys(("num_tiles", "max_model_len"), "i32")
+    sizes = dict.fromkeys(("num_tiles", "max_model_len", "max_top_k"), "i32")
     return AotJob(
         kernel=f"{MODULE}:tail_partial_kernel",
-        signature={**SHARED, **pointers, **sizes, "logits_ptr": f"*{dtype}:16"},
-        constexprs=CONSTANTS,
+        signature={
+            **SHARED,
+            **pointers,
+            **sizes,
+            **COLUMNS,
+            "logits_ptr": f"*{dtype}:16",
+        },
+        constexprs=CONSTANTS | {"FIRST_ID": first_id},
         num_warps=tail.NUM_WARPS,
         maxnreg=tail.PARTIAL_REGISTERS,
     )
@@ -45,16 +53,52 @@ def merge_job(dtype: str) -> AotJob:
     sizes = dict.fromkeys(("num_splits", "plain_splits"), "i32")
     return AotJob(
         kernel=f"{MODULE}_merge:tail_merge_kernel",
-        signature={**SHARED, **pointers, **sizes, "logits_ptr": f"*{dtype}:16"},
+        signature={
+            **SHARED,
+            **pointers,
+            **sizes,
+            "vocab_size": "i32:16",
+            "logits_ptr": f"*{dtype}:16",
+        },
         constexprs=CONSTANTS,
         num_warps=tail.NUM_WARPS,
         maxnreg=tail.MERGE_REGISTERS,
     )
 
 
+def part_job() -> AotJob:
+    """A rank's part of each entry."""
+    sizes = dict.fromkeys(("num_splits", "plain_splits"), "i32")
+    types = {"parts_ptr": "*i32:16", "logits_ptr": "*bf16:16", **COLUMNS}
+    return AotJob(
+        kernel=f"{MODULE}_parts:make_part_kernel",
+        signature={**SHARED, **sizes, **types},
+        constexprs=CONSTANTS | {"FIRST_ID": SECOND_HALF},
+        num_warps=tail.NUM_WARPS,
+        maxnreg=tail.MERGE_REGISTERS,
+    )
+
+
+def join_job(num_ranks: int) -> AotJob:
+    integers = ("parts", "rows", "output_index", "num_known", "skip", "params", "out", "logprobs")
+    return AotJob(
+        kernel=f"{MODULE}_parts:join_parts_kernel",
+        signature={
+            **{f"{name}_ptr": "*i32:16" for name in integers},
+            "temperature_ptr": "*fp32:16",
+            "seed_ptr": "*i64:16",
+        },
+        constexprs={"RANKS": num_ranks, "BLOCK_RANKS": num_ranks, "APPROXIMATE": True},
+        num_warps=tail.NUM_WARPS,
+    )
+
+
 JOBS = {
     **{f"partial-{dtype}": partial_job(dtype) for dtype in ("bf16", "fp32")},
+    "partial-rank-bf16": partial_job("bf16", SECOND_HALF),
     "merge-bf16": merge_job("bf16"),
+    "part-bf16": part_job(),
+    **{f"join-{num_ranks}": join_job(num_ranks) for num_ranks in (2, 8)},
 }
 
 
@@ -68,7 +112,7 @@ def test_no_kernel_takes_more_than_its_line(reports: dict[str, AotReport]) -> No
     assert_within_list(__file__, reports)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "rank-bf16"])
 def test_the_logits_are_read_16_bytes_at_a_time(dtype: str, reports: dict[str, AotReport]) -> None:
     """Four 32-bit words per access."""
     assert "ld.global.v4" in reports[f"partial-{dtype}"].ptx
