@@ -13,7 +13,7 @@ LEAST_VALUES = 64
 """Columns of the values are rows of a product, of which an instruction takes as many."""
 ROW_BYTES = 16
 """The copy engine reads rows that begin at multiples of so many bytes."""
-REMEDY = "; or leave latent_kernel out, and the portable kernel serves"
+REMEDY = "; or leave latent_kernel out, and the kernel that can serve is chosen"
 
 
 def hopper_latent_limits(

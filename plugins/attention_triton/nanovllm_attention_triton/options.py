@@ -36,7 +36,7 @@ class TritonOptions(BaseModel):
         "tiles.",
     )
     latent_kernel: Literal["auto", "portable", "hopper"] = Field(
-        default="portable",
+        default="auto",
         description="Decode over latent rows. `portable` runs on every GPU. `hopper` needs compute "
         "capability 9.0; on an H200, over 64 sequences of 2,048 tokens, it was 1.1 times as fast "
         "with 16 heads and twice with 128. `auto` is `hopper` where it can serve; `hopper` is "

@@ -81,8 +81,7 @@ def test_the_kernel_for_hopper_serves_where_it_can():
     case = make_latent_case([1], USUAL, num_heads=16, block_size=256, dtype=torch.bfloat16,
                             device="cuda")  # fmt: skip
     assert "persistent" not in make_backend(case, PORTABLE).describe()
-    backend = make_backend(case, TritonOptions(latent_kernel="auto"))
-    metadata = case.decode_metadata()
+    backend, metadata = make_backend(case), case.decode_metadata()
     assert "persistent" in backend.describe()
     odd = torch.zeros(*case.k_cache.shape[:-1], 577, dtype=torch.bfloat16, device="cuda")[..., :576]
     backend.plan_decode(metadata)

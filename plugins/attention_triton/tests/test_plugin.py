@@ -185,11 +185,10 @@ def test_a_backend_without_the_kernel_for_hopper_is_not_built():
         assert "persistent" not in backend.describe()
 
 
-def test_the_kernel_for_hopper_is_built_where_it_can_serve_and_the_user_lets_it(
+def test_the_kernel_for_hopper_is_built_where_it_can_serve_unless_the_user_chose_the_other(
     monkeypatch,
 ):
-    """`auto` is that kernel where nothing stands against it; `portable` is the default."""
-    assert TritonOptions().latent_kernel == "portable"
+    """`auto`, the default, is that kernel where nothing stands against it."""
     limits = "nanovllm_attention_triton.backend.hopper_latent_limits"
     monkeypatch.setattr(limits, lambda *_, **__: [])
     case = make_latent_case(
@@ -198,7 +197,7 @@ def test_the_kernel_for_hopper_is_built_where_it_can_serve_and_the_user_lets_it(
     kernels = {
         options.latent_kernel: "persistent" in TritonAttention(options, case.config()).describe()
         for options in (
-            TritonOptions(latent_kernel="auto"),
+            TritonOptions(),
             TritonOptions(latent_kernel="hopper"),
             TritonOptions(latent_kernel="portable"),
         )
