@@ -144,14 +144,14 @@ class ShardedTail(ABC):
     @abstractmethod
     def choose(
         self,
-        parts_BNP: Tensor,
+        parts_NBP: Tensor,
         rows_B: Tensor,
         num_known_B: Tensor,
         output_index_B: Tensor,
         out_B: Tensor,
         skip: Tensor,
     ) -> None:
-        """Write the id of each entry, of the parts of all ranks side by side, int32 [B, N * P]."""
+        """Write the id of each entry, of the parts of all ranks, one rank's behind the other's."""
 
     @abstractmethod
     def captured_tensors(self) -> Mapping[str, Tensor]:

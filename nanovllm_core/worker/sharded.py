@@ -135,7 +135,9 @@ class ShardedTailSampler(_OverRanks):
         self._check_columns(logits_BX)
         entries = (inputs.rows, inputs.seq_lens, inputs.output_index)
         parts_BP = self._tail.find(logits_BX, *entries, skip)
-        self._tail.choose(self._tp.all_gather(parts_BP), *entries, out_B, skip)
+        # Flat, ranks come one behind the other, and no kernel has to bring them side by side.
+        parts_NBP = self._tp.all_gather(parts_BP.flatten()).view(-1, *parts_BP.shape)
+        self._tail.choose(parts_NBP, *entries, out_B, skip)
 
     def logprobs(self, rows: NDArray[np.int32]) -> Sequence[LogprobTensors]:
         return self._reports.of(rows, self._tail.logprobs)

@@ -166,17 +166,17 @@ class TritonShardedTail(ShardedTail):
 
     def choose(
         self,
-        parts_BP: Tensor,
+        parts_NBP: Tensor,
         rows_B: Tensor,
         num_known_B: Tensor,
         output_index_B: Tensor,
         out_B: Tensor,
         skip: Tensor,
     ) -> None:
-        tables, num_ranks = self._tables, self._shard.num_ranks
+        tables, num_ranks = self._tables, len(parts_NBP)
         tail_parts.join_parts_kernel[(len(rows_B),)](
-            parts_BP, rows_B, tables.temperature, tables.seed, output_index_B, num_known_B, skip,
-            tables.parameters, out_B, self.logprobs,
+            parts_NBP, rows_B, tables.temperature, tables.seed, output_index_B, num_known_B, skip,
+            tables.parameters, out_B, self.logprobs, parts_NBP.stride(0),
             RANKS=num_ranks, BLOCK_RANKS=triton.next_power_of_2(num_ranks),
             APPROXIMATE=not triton.knobs.runtime.interpret, num_warps=NUM_WARPS,
         )  # fmt: skip

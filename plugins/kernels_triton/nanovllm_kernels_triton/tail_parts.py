@@ -198,15 +198,15 @@ def store_ranked(values_ptr, ids_ptr, x, ids, rank, there, NUM: tl.constexpr):
     tl.store(ids_ptr + place, ids, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank_stride"])
 def join_parts_kernel(
     parts_ptr, rows_ptr, temperature_ptr, seed_ptr, output_index_ptr, num_known_ptr, skip_ptr,
-    params_ptr, out_ptr, logprobs_ptr,
+    params_ptr, out_ptr, logprobs_ptr, rank_stride,
     RANKS: tl.constexpr, BLOCK_RANKS: tl.constexpr, APPROXIMATE: tl.constexpr,
 ):  # fmt: skip
     """One program for each entry: its token, and its log-probabilities, of the parts of all ranks.
 
-    `parts_ptr` [entries, RANKS, PART]. Nothing is written for rows that `tail_partial_kernel` left
+    `parts_ptr` [RANKS, entries, PART]. Nothing is written for rows that `tail_partial_kernel` left
     out.
     """
     entry = tl.program_id(0)
@@ -218,7 +218,7 @@ def join_parts_kernel(
         return
     row = row.to(tl.int64)
     params_ptr += row * NUM_COLUMNS
-    parts_ptr += entry.to(tl.int64) * (RANKS * PART)
+    parts_ptr += entry * PART
     asked = tl.load(params_ptr + FLAGS)
     num_top = tl.load(params_ptr + NUM_TOP)
     top_k = tl.load(params_ptr + TOP_K)
@@ -228,27 +228,29 @@ def join_parts_kernel(
         tl.store(params_ptr + COUNTED, tl.load(num_known_ptr + entry))
 
     if (asked & CUT) == 0:
-        answer, logit = best_of_ranks(parts_ptr, RANKS, BLOCK_RANKS)
+        answer, logit = best_of_ranks(parts_ptr, rank_stride, RANKS, BLOCK_RANKS)
     else:
         key_1, key_2 = noise_keys(seed_ptr, row, tl.load(output_index_ptr + entry))
         answer, logit = choose_of_candidates(
             parts_ptr, tl.load(temperature_ptr + row), top_k, load_float(params_ptr + TOP_P),
-            load_float(params_ptr + LOG_MIN_P), key_1, key_2, RANKS, BLOCK_RANKS, APPROXIMATE,
+            load_float(params_ptr + LOG_MIN_P), key_1, key_2, rank_stride,
+            RANKS, BLOCK_RANKS, APPROXIMATE,
         )  # fmt: skip
     tl.store(out_ptr + entry, answer)
 
     if num_top >= 0:
         ranks = tl.arange(0, BLOCK_RANKS)
-        tops = load_floats(parts_ptr + ranks * PART + TOP, ranks < RANKS)
-        sums = load_floats(parts_ptr + ranks * PART + SUM, ranks < RANKS)
+        tops = load_floats(parts_ptr + ranks * rank_stride + TOP, ranks < RANKS)
+        sums = load_floats(parts_ptr + ranks * rank_stride + SUM, ranks < RANKS)
         sums = tl.where(ranks < RANKS, sums, 0.0)
         top = tl.max(tops, axis=0)
         total = tl.sum(sums * weigh(tops, top, LOG2_E), axis=0)
         x, ids = load_candidates(
-            parts_ptr + LIKELIEST, parts_ptr + LIKELIEST_IDS, RANKS, BLOCK_RANKS, NUM_LIKELIEST
-        )
+            parts_ptr + LIKELIEST, parts_ptr + LIKELIEST_IDS, rank_stride,
+            RANKS, BLOCK_RANKS, NUM_LIKELIEST,
+        )  # fmt: skip
         rank, _ = compare_parts(
-            parts_ptr + LIKELIEST, parts_ptr + LIKELIEST_IDS, x, ids, top, LOG2_E,
+            parts_ptr + LIKELIEST, parts_ptr + LIKELIEST_IDS, x, ids, top, LOG2_E, rank_stride,
             RANKS, NUM_LIKELIEST,
         )  # fmt: skip
         store_logprobs(
@@ -258,10 +260,10 @@ def join_parts_kernel(
 
 
 @triton.jit
-def best_of_ranks(parts_ptr, RANKS: tl.constexpr, BLOCK_RANKS: tl.constexpr):
+def best_of_ranks(parts_ptr, rank_stride, RANKS: tl.constexpr, BLOCK_RANKS: tl.constexpr):
     """The id of the best score, of equal ones the lowest, and its logit as the model gave it."""
     ranks = tl.arange(0, BLOCK_RANKS)
-    rank_ptrs = parts_ptr + ranks * PART
+    rank_ptrs = parts_ptr + ranks * rank_stride
     scores = load_floats(rank_ptrs + BEST_SCORE, ranks < RANKS)
     ids = tl.load(rank_ptrs + BEST_ID, mask=ranks < RANKS, other=NONE)
     answer = tl.min(tl.where(scores == tl.max(scores, axis=0), ids, NONE), axis=0)
@@ -271,15 +273,17 @@ def best_of_ranks(parts_ptr, RANKS: tl.constexpr, BLOCK_RANKS: tl.constexpr):
 
 @triton.jit
 def choose_of_candidates(
-    parts_ptr, temperature, top_k, top_p, log_min_p, key_1, key_2,
+    parts_ptr, temperature, top_k, top_p, log_min_p, key_1, key_2, rank_stride,
     RANKS: tl.constexpr, BLOCK_RANKS: tl.constexpr, APPROXIMATE: tl.constexpr,
 ):  # fmt: skip
     """The same of the ids that the cuts keep; id 0 where nothing is left."""
     values_ptr, ids_ptr = parts_ptr + VALUES, parts_ptr + IDS
-    x, ids = load_candidates(values_ptr, ids_ptr, RANKS, BLOCK_RANKS, MAX_RANKED)
+    x, ids = load_candidates(values_ptr, ids_ptr, rank_stride, RANKS, BLOCK_RANKS, MAX_RANKED)
     scale = tl.div_rn(1.0, temperature) * LOG2_E
     top = tl.max(x, axis=0)
-    rank, before = compare_parts(values_ptr, ids_ptr, x, ids, top, scale, RANKS, MAX_RANKED)
+    rank, before = compare_parts(
+        values_ptr, ids_ptr, x, ids, top, scale, rank_stride, RANKS, MAX_RANKED
+    )
     # Without a min_p, none: a top of +inf would make it NaN.
     is_floored = log_min_p > float("-inf")
     least = tl.where(is_floored, tl.div_rn(top, temperature) + log_min_p, float("-inf"))
@@ -289,7 +293,9 @@ def choose_of_candidates(
     scores = score_of(x, ids, scale, key_1, key_2, APPROXIMATE)
     scores = tl.where(keep, scores, float("-inf"))
     answer = tl.min(tl.where(keep & (scores == tl.max(scores, axis=0)), ids, NONE), axis=0)
-    logits, _ = load_candidates(parts_ptr + LOGITS, ids_ptr, RANKS, BLOCK_RANKS, MAX_RANKED)
+    logits, _ = load_candidates(
+        parts_ptr + LOGITS, ids_ptr, rank_stride, RANKS, BLOCK_RANKS, MAX_RANKED
+    )
     logit = tl.max(tl.where(ids == answer, logits, float("-inf")), axis=0)
     logit = tl.where(answer == NONE, load_float(parts_ptr + FIRST_LOGIT), logit)
     return tl.where(answer == NONE, 0, answer), logit
@@ -303,11 +309,12 @@ def load_floats(pointers, mask):
 
 @triton.jit
 def load_candidates(
-    values_ptr, ids_ptr, RANKS: tl.constexpr, BLOCK_RANKS: tl.constexpr, NUM: tl.constexpr
-):
+    values_ptr, ids_ptr, rank_stride,
+    RANKS: tl.constexpr, BLOCK_RANKS: tl.constexpr, NUM: tl.constexpr,
+):  # fmt: skip
     """The floats and ids of all ranks, NUM of each; -inf and NONE where there is none."""
     lanes = tl.arange(0, BLOCK_RANKS * NUM)
-    places = lanes // NUM * PART + lanes % NUM
+    places = lanes // NUM * rank_stride + lanes % NUM
     mask = lanes < RANKS * NUM
     x = load_floats(values_ptr + places, mask)
     ids = tl.load(ids_ptr + places, mask=mask, other=NONE)
@@ -316,14 +323,15 @@ def load_candidates(
 
 @triton.jit
 def compare_parts(
-    values_ptr, ids_ptr, x, ids, top, scale, RANKS: tl.constexpr, NUM: tl.constexpr
+    values_ptr, ids_ptr, x, ids, top, scale, rank_stride,
+    RANKS: tl.constexpr, NUM: tl.constexpr,
 ):  # fmt: skip
     """Each candidate's rank, by logit and then by id, among all, and the weight of those ahead."""
     rank = tl.zeros_like(ids)
     before = tl.zeros_like(x)
     for other_rank in range(RANKS):
         for start in range(0, NUM, GROUP):
-            others = other_rank * PART + start + tl.arange(0, GROUP)
+            others = other_rank * rank_stride + start + tl.arange(0, GROUP)
             other_x = load_floats(values_ptr + others, others >= 0)
             other_ids = tl.load(ids_ptr + others)
             is_ahead = (other_x[None, :] == x[:, None]) & (other_ids[None, :] < ids[:, None])

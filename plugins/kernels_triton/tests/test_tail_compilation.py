@@ -87,6 +87,7 @@ def join_job(num_ranks: int) -> AotJob:
             **{f"{name}_ptr": "*i32:16" for name in integers},
             "temperature_ptr": "*fp32:16",
             "seed_ptr": "*i64:16",
+            "rank_stride": "i32",
         },
         constexprs={"RANKS": num_ranks, "BLOCK_RANKS": num_ranks, "APPROXIMATE": True},
         num_warps=tail.NUM_WARPS,
