@@ -49,6 +49,8 @@ from nanovllm_core.registry.objects import load_object
 
 FOLDER = Path(__file__).parent
 BENCHMARKS = FOLDER.parent / "benchmarks"
+EDGE_AIM = 1.3
+"""Microseconds of an edge from which on a persistent kernel for a layer would pay."""
 PLOT = BENCHMARKS / "results" / "h200" / "by_batch.svg"
 GPU, CPU = (
     Results.read(BENCHMARKS / "results" / machine, BENCHMARKS / "peers.json")
@@ -75,6 +77,20 @@ def plots() -> str:
 
 
 # -- arithmetic ------------------------------------------------------------------------------------
+
+
+def edge_table() -> str:
+    """Microseconds of an edge between products of one row, the better of the numbers of warps."""
+    edges = json.loads((BENCHMARKS / "results/h100/edges.json").read_text())["edges"]
+    rows: dict[int, dict[str, float]] = {}
+    for one in edges:
+        best = rows.setdefault(one["size"], one["us_an_edge"])
+        rows[one["size"]] = {way: min(best[way], us) for way, us in one["us_an_edge"].items()}
+    cells = [
+        (f"{size:,}", *(f"{us:.2f} µs" for us in best.values())) for size, best in rows.items()
+    ]
+    cells.append(("aim", "", *2 * (f"{EDGE_AIM} µs",)))
+    return table(("numbers of x", "kernels with dependent launch", "counter", "tags"), cells)
 
 
 def gathering_table() -> str:
@@ -251,6 +267,7 @@ DOCUMENTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
         **measured({**PERFORMANCE, **SERVED, **MIXTURES}),
         "transformers on a cpu": partial(compare_table, CPU),
         "plots": plots,
+        "edges": edge_table,
     },
     "attention_implementation.md": measured(ATTENTION),
 }
