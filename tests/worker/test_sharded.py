@@ -242,6 +242,27 @@ def test_the_kernel_sets_tail_over_ranks_chooses_as_that_of_one(step: Step, size
 
 
 @pytest.mark.usefixtures("small_tiles")
+def test_a_tail_over_ranks_is_exact_at_the_edges_of_its_cuts() -> None:
+    """Of nearly equal logits, where one id more would often be chosen; of more equal ones than
+    there are slots, where the likeliest have the highest ids; and where no id is left.
+    """
+    cuts = ((1, 1.0), (2, 1.0), (2, 1.0), (3, 1.0), (3, 0.7), (64, 1.0), (64, 0.7))
+    params = [
+        RowSampling(temperature=2.0, seed=i, top_k=top_k, top_p=top_p, logprobs=(None, 20)[i % 2])
+        for i, (top_k, top_p) in enumerate(cuts)
+    ]
+    flat = torch.randn(len(params), 500, generator=torch.Generator().manual_seed(1)) / 100
+    equal = torch.full((len(params), 500), 0.5)
+    equal[:, -9:] = 3.0
+    nothing = {"min_tokens": 9, "stop_token_ids": (0, 1, 2, 3, 4), "logprobs": 3}
+    without = [RowSampling(temperature=t, top_k=2, **nothing) for t in (1.0, 0.0)]  # type: ignore[arg-type]
+    for logits, asked in (flat, params), (equal, params), (torch.ones(2, 5), without):
+        step = Step(logits, asked, [[1]] * len(asked))
+        step.captured_tail, step.kernels = captured_tail(), LockedKernels()
+        assert_ranks_agree(step, TAIL_RANKS[0])
+
+
+@pytest.mark.usefixtures("small_tiles")
 def test_a_tail_over_ranks_gathers_parts_and_no_logits_of_the_rows_that_it_decides() -> None:
     """Of 8 entries two are cut without a top_k that is in its reach."""
     in_reach = [
