@@ -80,9 +80,9 @@ def shares_of(pid: int) -> list[Path]:
 
 def main() -> None:
     """Serve an engine; `argv` has a name, the folder, its number, and the door's process."""
-    # The door's to handle: Ctrl-C, and what a service manager sends to every process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # The door's to handle: Ctrl-C, and what a service manager or a closing terminal sends to all.
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(one, signal.SIG_IGN)
     folder, number, parent = sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     EngineServer(folder, number, parent).run()
 

@@ -49,9 +49,9 @@ def main() -> None:
     messages, watch, parent = map(int, sys.argv[2:5])
     for descriptor in messages, watch:  # what this process starts must not hold them open
         os.set_inheritable(descriptor, False)
-    # The engine's to handle: Ctrl-C, and what a service manager sends to every process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # The engine's to handle: Ctrl-C, and what a service manager or a closing terminal sends to all.
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(one, signal.SIG_IGN)
     watcher = Watcher(socket(fileno=watch), parent)
     Thread(target=watcher.run, daemon=True).start()
     serve(socket(fileno=messages), watcher)
