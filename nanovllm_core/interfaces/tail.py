@@ -109,7 +109,7 @@ class CapturedTail(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabShard:
-    """What one of `num_ranks` ranks has of the logits: `num_ids` ids from `first_id` on.
+    """What one of several ranks has of the logits: `num_ids` ids from `first_id` on.
 
     The logits have `num_columns`, the same on all ranks; those behind the ids are padding.
     """
@@ -117,7 +117,6 @@ class VocabShard:
     first_id: int
     num_ids: int
     num_columns: int
-    num_ranks: int
 
 
 class ShardedTail(ABC):

@@ -243,7 +243,6 @@ def over_ranks(
         first_id=first_id,
         num_ids=min(max(vocab_size - first_id, 0), num_columns),
         num_columns=num_columns,
-        num_ranks=tp.size,
     )
     sharded: CapturedSampler
     if isinstance(captured, TailSampler) and isinstance(kernels, ShardedTailKernels):
