@@ -134,19 +134,23 @@ DECODE_FOUR = {
 DECODE_MANY = {
     2: DecodeTuning(tile=64, num_warps=4, num_stages=3, max_chunk=1024), 4: DECODE_FEW[4]
 }  # fmt: skip
+DECODE_LONG = {2: replace(DECODE_MANY[2], max_chunk=2048), 4: DECODE_MANY[4]}
+LONG_GROUP = 4
+"""Groups of so many query heads, and larger ones, use DECODE_LONG in the place of DECODE_MANY: the
+more heads, the more there is to merge. On an H200 mixed rows of 8 query heads took 3 to 5 % less
+time; with 2 query heads they took 2 % more."""
 DECODE = (
     (8, DECODE_ONE),
     (64, DECODE_FEW),
-    (320, DECODE_SIX),
-    (384, DECODE_MANY),
+    (384, DECODE_SIX),
     (512, DECODE_FOUR),
     (None, DECODE_MANY),
 )
 """The table for steps of so many (row, KV head) at most, each of which is a program if not cut, or
 several in DECODE_ONE.
-Up to 396 programs of DECODE_MANY are resident on an H200 at once, and with a third stage each has
-more on its way: uniform rows took 15 % less there than four programs on a multiprocessor, rows of
-mixed lengths 3 % more. Beyond 528 there is no room for all at once."""
+Beyond 528 an H200 has no room for all at once. There DECODE_MANY took 8 to 12 % less than tiles of
+32 for 513 to 768, and chunks of 1,024 tokens at most as much less than those of 512 for rows of
+equal lengths, which are not cut then."""
 DECODE_REGISTERS = 168
 """Per thread, where masks of a window or of a padded head take some: as many as leave room for the
 programs that shared memory has room for. Left alone, ptxas takes fewer and spills a few bytes."""
@@ -236,9 +240,12 @@ def decode_tunings(
         table = WIDE_DECODE if head_size > WIDE else DECODE_FEW
         return [(max_num_rows, _decode_tuning(table[element_size], options))]
     tunings: dict[int, DecodeTuning] = {}
+    group = num_heads // num_kv_heads
     for most, table in DECODE:
-        if table is DECODE_ONE and num_heads // num_kv_heads not in ONE_GROUPS:
+        if table is DECODE_ONE and group not in ONE_GROUPS:
             continue
+        if table is DECODE_MANY and group >= LONG_GROUP:
+            table = DECODE_LONG
         rows = min(most // num_kv_heads, max_num_rows) if most else max_num_rows
         if rows > 0:
             tunings.setdefault(rows, _decode_tuning(table[element_size], options))
