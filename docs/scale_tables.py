@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from results_tables import table
@@ -15,7 +16,7 @@ from nanovllm_core.config import load_config
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 MODELS = {"qwen3-8b": (1, 2), "qwen3-32b": (1, 2, 4)}
 LENGTH = 4096
-MEASURED = BENCHMARKS / "results" / "h100"
+MEASURED = BENCHMARKS / "results" / "h200"
 SIZES = {2048: "2 KB", 32768: "32 KB", 65536: "64 KB", 262144: "256 KB", 1048576: "1 MB",
          4194304: "4 MB", 8388608: "8 MB", 16777216: "16 MB", 67108864: "64 MB"}  # fmt: skip
 
@@ -64,9 +65,9 @@ def start_table() -> str:
     return table(["start on an H200", "blocks, recorded", "blocks, planned"], [row])
 
 
-def all_reduce_table() -> str:
-    """Microseconds of the ways between two GPUs, by size."""
-    found = json.loads((MEASURED / "all_reduce_2.json").read_text())["microseconds"]
+def all_reduce_table(num_gpus: int) -> str:
+    """Microseconds of the ways between so many GPUs, by size."""
+    found = json.loads((MEASURED / f"all_reduce_{num_gpus}.json").read_text())["microseconds"]
     ways = {"NCCL": "NCCL", "NCCL, residual": "NCCL, add", "one-shot": "ours 512 B",
             "one-shot, residual": "ours, add",
             "one-shot, residual, norm": "ours, add, norm"}  # fmt: skip
@@ -125,6 +126,7 @@ SCALE: Mapping[str, Callable[[], str]] = {
     "gpus": gpu_table,
     "plans": plan_table,
     "starts": start_table,
-    "all-reduces": all_reduce_table,
+    "all-reduces of 2": partial(all_reduce_table, 2),
+    "all-reduces of 4": partial(all_reduce_table, 4),
     "layouts": parallel_table,
 }

@@ -32,16 +32,6 @@ class TensorParallel(Protocol):
         """The residual plus the sum over ranks; both may be overwritten. Rounds once or twice."""
         return residual.add_(self.all_reduce(x))
 
-    def add_product(
-        self, product: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor
-    ) -> Tensor:
-        """The residual plus the sum over ranks of `product(x)`; the residual may be overwritten.
-
-        `product` may be called for some rows of x at a time, so that the sums of some go over the
-        links while others are computed.
-        """
-        return self.all_reduce_add(product(x), residual)
-
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' tensors, of equal shapes, side by side along the last dimension.
 

@@ -116,7 +116,7 @@ class RowParallelLinear(Layer):
         """residual + x W^T + b. The residual is overwritten: use only what is returned."""
         if self.context.tp.size == 1:
             return self.matrix.linear_add(x, residual, self.bias)
-        return self.context.tp.add_product(self._part, x, residual)
+        return self.context.tp.all_reduce_add(self._part(x), residual)
 
     def _part(self, x: Tensor) -> Tensor:
         return self.matrix.linear(x, self.bias if self.context.tp.rank == 0 else None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -33,19 +33,6 @@ PROBES = (1, 1 << 16, 1 << 22)
 
 GLOO_CONNECTION = re.compile("gloo/(transport|rendezvous)/")
 """In the errors of its sockets: they name their source file."""
-
-
-PART_BYTES = 1 << 25
-"""At least so much of a sum goes over the links at once, or their rate falls."""
-MAX_PARTS = 4
-"""More of them leave little: each waits for all others at the end, a fourth of the sum."""
-
-
-def count_parts(x: Tensor) -> int:
-    """The parts in which such a sum shall be computed; the same on all ranks."""
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return 1
-    return max(1, min(x.nbytes // PART_BYTES, MAX_PARTS))
 
 
 class Progress:
@@ -104,28 +91,6 @@ class TensorParallelGroup:
             return residual.add_(self.all_reduce(x))
         with self._progress.collective("all_reduce"):
             return self.symmetric.one_shot(x, residual)
-
-    def add_product(
-        self, product: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor
-    ) -> Tensor:
-        """The residual plus the sum of `product(x)`, in its place.
-
-        Sums of long prompts take as long as a part of the product: in parts, all but the last go
-        over the links while the next part is computed.
-        """
-        num_parts = count_parts(residual)
-        if num_parts == 1:
-            return self.all_reduce_add(product(x), residual)
-        sums = []
-        for x_part in x.tensor_split(num_parts):
-            y = product(x_part)
-            with self._progress.collective("all_reduce"):
-                sums.append((y, dist.all_reduce(y, async_op=True)))
-        for (y, work), part in zip(sums, residual.tensor_split(num_parts), strict=True):
-            with self._progress.collective("all_reduce"):
-                work.wait()
-            part.add_(y)
-        return residual
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[..., X] of each rank -> [..., size * X]."""

@@ -22,10 +22,8 @@ ENVIRONMENT = {
     "NCCL_SOCKET_IFNAME": LOOPBACK,
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "TORCH_NCCL_HIGH_PRIORITY": "1",
 }
-"""Of each rank, whatever the user's own is: all ranks are on this host, and no NVLink multicast.
-Sums beside products begin when a multiprocessor is free, and not behind the last tile."""
+"""Of each rank, whatever the user's own is: all ranks are on this host, and no NVLink multicast."""
 
 PING = b"?"
 

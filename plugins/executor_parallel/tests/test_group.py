@@ -53,26 +53,6 @@ def test_a_group_adds_the_residual_behind_the_sum(group: TensorParallelGroup) ->
     assert residual.tolist() == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(("num_rows", "num_parts"), [(3, 1), (8, 2), (16, 4), (41, 4)])
-def test_a_long_sum_is_made_of_parts_of_the_product(
-    num_rows: int, num_parts: int, group: TensorParallelGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows that do not divide make parts of other lengths; the residual's rows are their own."""
-    monkeypatch.setattr(group_module, "PART_BYTES", 4 * 4 * 4)  # four rows
-    calls: list[int] = []
-
-    def double(x: torch.Tensor) -> torch.Tensor:
-        calls.append(len(x))
-        return 2 * x
-
-    x, residual = torch.rand(num_rows, 4), torch.rand(num_rows, 4)
-    expected = residual + 2 * x
-    assert group.add_product(double, x, residual) is residual
-    assert torch.equal(residual, expected)
-    assert len(calls) == num_parts
-    assert sum(calls) == num_rows
-
-
 def test_a_group_without_symmetric_memory_goes_on_and_says_why(
     group: TensorParallelGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,8 +106,6 @@ def test_the_demo_model_says_the_same_on_gpus(
     pytest.importorskip("nanovllm_checkpoint_demo", reason="needs the plugin checkpoint_demo")
     if torch.cuda.device_count() < num_ranks:
         pytest.skip(f"needs {num_ranks} CUDA GPUs")
-    if all_reduce == "auto" and num_ranks == 4:
-        pytest.skip("auto is nccl, for 4 ranks were not measured")
     settings = {
         "device": "cuda",
         "attention": "auto",

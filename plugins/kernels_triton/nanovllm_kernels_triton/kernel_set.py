@@ -6,6 +6,7 @@ import torch
 import triton
 from pydantic import BaseModel
 from torch import Tensor
+from torch.nn.functional import linear
 
 from nanovllm_core.api import (
     CapturedTail,
@@ -24,7 +25,7 @@ from nanovllm_kernels_triton.compilation import CompileAhead
 from nanovllm_kernels_triton.elementwise import embed_kernel, rms_norm_kernel, silu_and_mul_kernel
 from nanovllm_kernels_triton.experts import run_experts
 from nanovllm_kernels_triton.linear import LinearLauncher
-from nanovllm_kernels_triton.linear_choice import LinearPlan, TilePlan, choose, library_for
+from nanovllm_kernels_triton.linear_choice import LinearPlan, TilePlan, choose
 from nanovllm_kernels_triton.norm_route import choose_norm_route, run_norm_route
 from nanovllm_kernels_triton.per_head import is_for_few_rows, run_linear_per_head
 from nanovllm_kernels_triton.prepare_latent import prepare_latent
@@ -108,8 +109,7 @@ class TritonKernels(TorchKernels, RoutingKernels):
     ) -> Tensor:
         plan = choose(x_TE.shape[0], *weight_XE.shape, x_TE.dtype)
         if plan is None or bias_X is not None:
-            with library_for(x_TE, weight_XE):
-                return super().linear(x_TE, weight_XE, bias_X, out_TX)
+            return super().linear(x_TE, weight_XE, bias_X, out_TX)
         return self._linears.run(plan, x_TE, weight_XE, out_TN=out_TX)
 
     def norm_linear(
@@ -122,7 +122,7 @@ class TritonKernels(TorchKernels, RoutingKernels):
     ) -> Tensor:
         plan = choose(x_TE.shape[0], *weight_XE.shape, x_TE.dtype)
         if plan is None or bias_X is not None:
-            return self.linear(self.rms_norm(x_TE, norm_weight_E, eps), weight_XE, bias_X)
+            return linear(self.rms_norm(x_TE, norm_weight_E, eps), weight_XE, bias_X)
         return self._after_norm(plan, x_TE, norm_weight_E, eps, weight_XE, gated=False)
 
     def norm_gate_up(
@@ -136,7 +136,7 @@ class TritonKernels(TorchKernels, RoutingKernels):
         plan = choose(x_TE.shape[0], *weight_2FE.shape, x_TE.dtype)
         if plan is None or bias_2F is not None:
             normed_TE = self.rms_norm(x_TE, norm_weight_E, eps)
-            return self.silu_and_mul(self.linear(normed_TE, weight_2FE, bias_2F))
+            return self.silu_and_mul(linear(normed_TE, weight_2FE, bias_2F))
         return self._after_norm(plan, x_TE, norm_weight_E, eps, weight_2FE, gated=True)
 
     def linear_add(
@@ -148,8 +148,7 @@ class TritonKernels(TorchKernels, RoutingKernels):
     ) -> Tensor:
         plan = choose(x_TF.shape[0], *weight_EF.shape, x_TF.dtype)
         if plan is None:
-            with library_for(x_TF, weight_EF):
-                residual_TE.addmm_(x_TF, weight_EF.t())
+            residual_TE.addmm_(x_TF, weight_EF.t())
         else:
             self._linears.run(plan, x_TF, weight_EF, residual_TN=residual_TE)
         return residual_TE if bias_E is None else residual_TE.add_(bias_E)

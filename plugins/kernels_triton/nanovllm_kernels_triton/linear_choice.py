@@ -8,8 +8,7 @@ beside cuBLAS; its table, measured on an H200, is what the numbers below are set
 |---|---|---|
 | 1; 2 where the weight is small, or in float32 | any | vector: whole weight rows in registers |
 | .. TILE_ROWS | float16, bfloat16 | tile: tensor cores, the inputs split where outputs are few |
-| .. LT_ROWS | any | cuBLASLt, norm and activation as kernels of their own |
-| all others, or MAX_OUTPUTS exceeded | any | cuBLAS, the same |
+| all others, or MAX_OUTPUTS exceeded | any | cuBLAS, norm and activation as kernels of their own |
 
 Rows of a weight of more than MAX_VECTOR_BYTES take the line below; so does float32 from 3 rows on.
 
@@ -19,21 +18,13 @@ added to the residual takes its line, and the bias a kernel of its own behind it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from torch import Tensor
-from torch.backends.cuda import preferred_blas_library
 
 VECTOR_ROWS = 2
 TILE_ROWS = 64
-LT_ROWS = 112
-"""Above TILE_ROWS, and to here, cuBLASLt splits long inputs better. On an H200 it took 0.82 to 1.02
-of cuBLAS's time, over the products of Qwen3-0.6B, 8B and 32B, whole and in two or four parts; with
-120 rows and more each of the two is faster about as often."""
 MAX_VECTOR_BYTES = 65536
 """Longer rows of a weight do not fit a program's registers."""
 MAX_TWO_ROW_WEIGHTS = 2**23
@@ -95,20 +86,6 @@ def choose(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> LinearPl
     if outputs < _WIDE_OUTPUTS:
         return _narrow_tile_plan(rows, outputs, inputs)
     return _wide_tile_plan(rows, outputs, inputs)
-
-
-@contextmanager
-def library_for(x_TK: Tensor, weight_NK: Tensor) -> Iterator[None]:
-    """Products of many rows by the library that is faster, see LT_ROWS; torch has one setting."""
-    if not (x_TK.is_cuda and TILE_ROWS < len(x_TK) <= LT_ROWS and len(weight_NK) <= MAX_OUTPUTS):
-        yield
-        return
-    before = preferred_blas_library()
-    preferred_blas_library("cublaslt")
-    try:
-        yield
-    finally:
-        preferred_blas_library(before)
 
 
 def _vector_plan(inputs: int, dtype: torch.dtype) -> VectorPlan:

@@ -51,11 +51,6 @@ class SimulatedRank:
     def all_reduce_add(self, x: Tensor, residual: Tensor) -> Tensor:
         return residual.add_(self.all_reduce(x))
 
-    def add_product(
-        self, product: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor
-    ) -> Tensor:
-        return self.all_reduce_add(product(x), residual)
-
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(self.exchange.swap(self.rank, x.clone()), dim=-1)
 
