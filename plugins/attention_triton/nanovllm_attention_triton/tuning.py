@@ -137,8 +137,8 @@ DECODE_MANY = {
 DECODE_LONG = {2: replace(DECODE_MANY[2], max_chunk=2048), 4: DECODE_MANY[4]}
 LONG_GROUP = 4
 """Groups of so many query heads, and larger ones, use DECODE_LONG in the place of DECODE_MANY: the
-more heads, the more there is to merge. On an H200 mixed rows of 8 query heads took 3 to 5 % less
-time; with 2 query heads they took 2 % more."""
+more heads, the more there is to merge. On an H200 mixed rows of 8 query heads took up to 5 % less
+time, and none more; with 2 query heads they took up to 2 % more."""
 DECODE = (
     (8, DECODE_ONE),
     (64, DECODE_FEW),

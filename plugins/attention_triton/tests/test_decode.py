@@ -107,6 +107,18 @@ def test_one_row_of_large_groups_is_cut_for_a_merge_of_one_round(paged_batch):
         assert few.most_heads >= num_heads // num_kv_heads
 
 
+def test_many_rows_of_large_groups_are_cut_into_longer_chunks(paged_batch):
+    """They have more to merge; small groups keep chunks that end closer together."""
+    config = replace(paged_batch([300]).backend().config, max_num_seqs=256, dtype=torch.float16)
+    longest = {}
+    for group in (1, 2, 4, 8):
+        heads = replace(config, num_heads=8 * group, num_kv_heads=8)
+        rows, many = TritonAttention(TritonOptions(), heads).decode_tunings[-1]
+        assert rows == 256
+        longest[group] = many.max_chunk
+    assert longest[1] == longest[2] < longest[4] == longest[8]
+
+
 def test_with_a_fixed_chunk_a_row_is_bitwise_the_same_in_any_batch(paged_batch):
     """Neighbours and padding change nothing; without the option, nothing beyond rounding."""
     batch = paged_batch([300, 0, 129, 511])
