@@ -60,6 +60,7 @@ from nanovllm_core.interfaces.executor import (
 )
 from nanovllm_core.interfaces.kernels import (
     CompilingKernels as CompilingKernels,
+    GatedKernels as GatedKernels,
     KernelSet as KernelSet,
     LatentPrep as LatentPrep,
     QKPrep as QKPrep,

@@ -238,6 +238,14 @@ class KernelSet(Protocol):
 
 
 @runtime_checkable
+class GatedKernels(Protocol):
+    """A kernel set that has a gated product of what is normed already as one operation."""
+
+    def gate_up(self, x_TE: Tensor, weight_2FE: Tensor, bias_2F: Tensor | None = None) -> Tensor:
+        """silu_and_mul(linear(x)) -> [T, F]. Gate and up are rounded before the activation."""
+
+
+@runtime_checkable
 class RoutingKernels(Protocol):
     """A kernel set that can norm the residual and choose experts in one operation."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,13 +29,27 @@ class TensorParallel(Protocol):
         """The sum over ranks, on every rank; `x` may be overwritten."""
 
     def all_reduce_add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """The residual plus the sum over ranks; both may be overwritten. Rounds once or twice."""
+        """The residual, equal on all ranks, plus the sum; may overwrite both. May round twice."""
         return residual.add_(self.all_reduce(x))
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' tensors, of equal shapes, side by side along the last dimension.
 
         In the model's dtype, float32 or int32, and bit by bit: ranks compare what they get.
+        """
+
+
+@runtime_checkable
+class NormingParallel(TensorParallel, Protocol):
+    """A group that can sum over ranks and norm the sum in one operation."""
+
+    def all_reduce_add_norm(
+        self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """What `all_reduce_add` returns, and its norm [T, E], as `KernelSet.rms_norm`.
+
+        None, on all ranks, where the group has nothing for such rows, or the norm would be a part
+        of the product behind it. Then nothing was done, and the layer calls the others.
         """
 
 

@@ -11,6 +11,7 @@ from nanovllm_core.interfaces.model import (
     vocab_per_rank as vocab_per_rank,
 )
 from nanovllm_core.interfaces.parallel import (
+    NormingParallel as NormingParallel,
     SingleRank as SingleRank,
     TensorParallel as TensorParallel,
 )
@@ -20,6 +21,7 @@ from nanovllm_core.layers.attention import (
     AttentionRuntime as AttentionRuntime,
 )
 from nanovllm_core.layers.blocks import (
+    announce_norm as announce_norm,
     gated_mlp as gated_mlp,
     linear_add as linear_add,
     norm_linear as norm_linear,

@@ -5,7 +5,9 @@ A model calls these instead of its layers one by one; the kernel set decides wha
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor, nn
 
 from nanovllm_core.layers.linear import (
     ColumnParallelLinear,
@@ -17,6 +19,9 @@ from nanovllm_core.layers.norm import RMSNorm
 
 def norm_linear(x_TE: Tensor, norm: RMSNorm, linear: ColumnParallelLinear) -> Tensor:
     """linear(norm(x)); x is left as it is."""
+    normed_TE = norm.take(x_TE)
+    if normed_TE is not None:
+        return linear.matrix.linear(normed_TE, linear.bias)
     return linear.matrix.norm_linear(x_TE, norm.factors, norm.eps, linear.bias)
 
 
@@ -32,5 +37,26 @@ def gated_mlp(
 
     The residual is overwritten: use only what is returned.
     """
-    hidden_TF = gate_up.matrix.norm_gate_up(residual_TE, norm.factors, norm.eps, gate_up.bias)
+    normed_TE = norm.take(residual_TE)
+    if normed_TE is not None:
+        hidden_TF = gate_up.matrix.gate_up(normed_TE, gate_up.bias)
+    else:
+        hidden_TF = gate_up.matrix.norm_gate_up(residual_TE, norm.factors, norm.eps, gate_up.bias)
     return linear_add(hidden_TF, down, residual_TE)
+
+
+@runtime_checkable
+class Announced(Protocol):
+    """A block that returns a residual and may sum it over ranks."""
+
+    def announce(self, norm: RMSNorm) -> None:
+        """`norm` is the next reader of the residual that the block returns."""
+
+
+def announce_norm(block: nn.Module, norm: RMSNorm) -> None:
+    """Tell a block, once, that `norm` is the next reader of its residual, if it wants to know.
+
+    Ranks may then norm their sum where they sum it. Nothing may write to the residual in between.
+    """
+    if isinstance(block, Announced):
+        block.announce(norm)

@@ -29,7 +29,7 @@ from nanovllm_core.errors import PluginLoadError
 from nanovllm_core.interfaces.kernels import QKPrep
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.layers.attention import Attention
-from nanovllm_core.layers.blocks import linear_add, norm_linear
+from nanovllm_core.layers.blocks import announce_norm, linear_add, norm_linear
 from nanovllm_core.layers.context import LayerContext
 from nanovllm_core.layers.decoder_config import DecoderConfig
 from nanovllm_core.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -72,6 +72,10 @@ class SelfAttention(nn.Module):
             context, prep, scale=head_dim**-0.5, sliding_window=config.sliding_window
         )
 
+    def announce(self, norm: RMSNorm) -> None:
+        """`norm` is the next reader of the sum."""
+        self.o_proj.behind.norm = norm
+
     def forward(self, residual_TE: Tensor, norm: RMSNorm, positions_T: Tensor) -> Tensor:
         """residual + attention(norm(residual)). The residual is overwritten."""
         qkv_TX = norm_linear(residual_TE, norm, self.qkv_proj)
@@ -87,6 +91,8 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
         self.input_layernorm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
+        if isinstance(mlp, GatedMLP):  # a mixture's router norms the residual itself
+            announce_norm(attention, self.post_attention_layernorm)
 
     def forward(self, residual_TE: Tensor, positions_T: Tensor) -> Tensor:
         """The residual is overwritten on the way: only what is returned counts."""
@@ -106,11 +112,15 @@ class Decoder(nn.Module):
         super().__init__()
         cos_sin_cache = build_cos_sin_cache(config.rope, context.device)  # one for all layers
         self.embed_tokens = VocabParallelEmbedding(context, config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
+        layers = [
             DecoderLayer(config, context, make_attention(cos_sin_cache), make_mlp(layer))
             for layer in range(config.num_hidden_layers)
-        )
+        ]
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
+        norms = [*(layer.input_layernorm for layer in layers), self.norm]
+        for layer, norm in zip(layers, norms[1:], strict=True):
+            announce_norm(layer.mlp, norm)
 
     def forward(self, input_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         residual_TE = self.embed_tokens(input_ids_T)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nanovllm_core.interfaces.kernels import Routing
 from nanovllm_core.layers.context import LayerContext
+from nanovllm_core.layers.linear import NormBehind
 from nanovllm_core.layers.matrix import Piece, Pieces, make_split_parameter
 from nanovllm_core.layers.mlp import GatedMLP
 from nanovllm_core.layers.module import (
@@ -200,6 +201,7 @@ class SparseMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.tp = context.tp
+        self.behind = NormBehind()
         num_shared, rest = divmod(shared_size or 0, intermediate_size)
         num_shared = 0 if rest else num_shared
         routing = replace(routing, num_shared=num_shared)
@@ -211,6 +213,10 @@ class SparseMLP(nn.Module):
         elif shared_size:
             self.shared_experts = GatedMLP(context, hidden_size, shared_size)
 
+    def announce(self, norm: RMSNorm) -> None:
+        """`norm` is the next reader of the sum."""
+        self.behind.norm = norm
+
     def forward(self, residual_TE: Tensor, norm: RMSNorm) -> Tensor:
         """residual + the mixture of norm(residual). The residual is overwritten."""
         weights_TC, ids_TC, x_TE = self.gate(residual_TE, norm)
@@ -221,4 +227,4 @@ class SparseMLP(nn.Module):
         if isinstance(shared, GatedMLP):
             hidden_TF = shared.gate_up_proj.matrix.norm_gate_up(residual_TE, norm.factors, norm.eps)
             y_TE = shared.down_proj.matrix.linear_add(hidden_TF, y_TE)
-        return self.tp.all_reduce_add(y_TE, residual_TE)
+        return self.behind.sum_over_ranks(self.tp, y_TE, residual_TE)

@@ -112,6 +112,10 @@ class LatentAttention(AttentionLayer):
     def shape(self) -> AttentionShape:
         return self._shape
 
+    def announce(self, norm: RMSNorm) -> None:
+        """`norm` is the next reader of the sum."""
+        self.o_proj.behind.norm = norm
+
     def forward(self, residual_TE: Tensor, norm: RMSNorm, positions_T: Tensor) -> Tensor:
         """residual + attention(norm(residual)); positions int32 or int64 [T].
 

@@ -9,14 +9,35 @@ from __future__ import annotations
 from torch import Tensor
 
 from nanovllm_core.interfaces.model import heads_per_rank
+from nanovllm_core.interfaces.parallel import NormingParallel, TensorParallel
 from nanovllm_core.layers.context import LayerContext
 from nanovllm_core.layers.matrix import Piece, Pieces, make_split_parameter
 from nanovllm_core.layers.module import Layer, ShardId, make_parameter
+from nanovllm_core.layers.norm import RMSNorm
 
 
 def _even_piece(context: LayerContext, full_size: int, what: str) -> Piece:
     size = context.share(full_size, what)
     return Piece(size, context.tp.rank * size, full_size)
+
+
+class NormBehind:
+    """The norm that is the next reader of a residual, if its block was told: see `announce_norm`.
+
+    A rank's sum over ranks may then be normed by the kernel that sums.
+    """
+
+    def __init__(self) -> None:
+        self.norm: RMSNorm | None = None
+
+    def sum_over_ranks(self, tp: TensorParallel, x_TE: Tensor, residual_TE: Tensor) -> Tensor:
+        """The residual plus the sum of x. The residual is overwritten: use what is returned."""
+        if self.norm is not None and isinstance(tp, NormingParallel):
+            fused = tp.all_reduce_add_norm(x_TE, residual_TE, self.norm.factors, self.norm.eps)
+            if fused is not None:
+                self.norm.put(*fused)
+                return fused[0]
+        return tp.all_reduce_add(x_TE, residual_TE)
 
 
 class ColumnParallelLinear(Layer):
@@ -104,6 +125,7 @@ class RowParallelLinear(Layer):
             self, outputs, _even_piece(context, input_size, "input size")
         )
         self.bias = make_parameter(context, (output_size,)) if bias else None
+        self.behind = NormBehind()
 
     def finalize(self) -> None:
         self.matrix.finalize()
@@ -116,7 +138,7 @@ class RowParallelLinear(Layer):
         """residual + x W^T + b. The residual is overwritten: use only what is returned."""
         if self.context.tp.size == 1:
             return self.matrix.linear_add(x, residual, self.bias)
-        return self.context.tp.all_reduce_add(self._part(x), residual)
+        return self.behind.sum_over_ranks(self.context.tp, self._part(x), residual)
 
     def _part(self, x: Tensor) -> Tensor:
         return self.matrix.linear(x, self.bias if self.context.tp.rank == 0 else None)

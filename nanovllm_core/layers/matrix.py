@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from nanovllm_core.interfaces.kernels import Routing, RoutingKernels
+from nanovllm_core.interfaces.kernels import GatedKernels, Routing, RoutingKernels
 from nanovllm_core.layers.module import Layer, ModelParameter, ShardId, copy_weight, make_parameter
 
 if TYPE_CHECKING:
@@ -104,6 +104,10 @@ class WeightMatrix(ABC):
         """silu(gate) * up with gate, up = norm_linear(x), the gate first -> [T, out / 2]."""
         return self.kernels.silu_and_mul(self.norm_linear(x_TE, norm_weight_E, eps, bias_2F))
 
+    def gate_up(self, x_TE: Tensor, bias_2F: Tensor | None = None) -> Tensor:
+        """As `norm_gate_up`, of what is normed already -> [T, out / 2]."""
+        return self.kernels.silu_and_mul(self.linear(x_TE, bias_2F))
+
     def linear_add(self, x_TF: Tensor, residual_TE: Tensor, bias_E: Tensor | None = None) -> Tensor:
         """residual + linear(x). The residual is overwritten: use what is returned."""
         return residual_TE.add_(self.linear(x_TF, bias_E))
@@ -146,6 +150,11 @@ class PlainMatrix(WeightMatrix):
         self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, bias_2F: Tensor | None = None
     ) -> Tensor:
         return self.kernels.norm_gate_up(x_TE, norm_weight_E, eps, self.tensor, bias_2F)
+
+    def gate_up(self, x_TE: Tensor, bias_2F: Tensor | None = None) -> Tensor:
+        if not isinstance(self.kernels, GatedKernels):
+            return super().gate_up(x_TE, bias_2F)
+        return self.kernels.gate_up(x_TE, self.tensor, bias_2F)
 
     def linear_add(self, x_TF: Tensor, residual_TE: Tensor, bias_E: Tensor | None = None) -> Tensor:
         return self.kernels.linear_add(x_TF, self.tensor, residual_TE, bias_E)

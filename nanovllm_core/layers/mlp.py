@@ -26,6 +26,10 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = MergedColumnParallelLinear(context, hidden_size, sizes, bias=bias)
         self.down_proj = RowParallelLinear(context, intermediate_size, hidden_size, bias=bias)
 
+    def announce(self, norm: RMSNorm) -> None:
+        """`norm` is the next reader of the sum."""
+        self.down_proj.behind.norm = norm
+
     def forward(self, residual_TE: Tensor, norm: RMSNorm) -> Tensor:
         """residual + MLP(norm(residual)). The residual is overwritten."""
         return gated_mlp(residual_TE, norm, self.gate_up_proj, self.down_proj)

@@ -156,6 +156,7 @@ MUTATIONS = [
         ("self.norm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)",
          "self._norm = [RMSNorm(context, config.hidden_size, config.rms_norm_eps)]\n"
          "        self._norm[0].weight.fill_(1.0)"),
+        ("for layer in layers), self.norm]", "for layer in layers), self._norm[0]]"),
         ("return self.norm(residual_TE)", "return self._norm[0](residual_TE)"),
         peers=16,
     ),

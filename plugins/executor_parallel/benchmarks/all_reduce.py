@@ -2,9 +2,10 @@
 
     python plugins/executor_parallel/benchmarks/all_reduce.py --out result.json
 
-Every way is checked first, in eager calls and in replays of a graph with other data: the sum, and
-equal bits on all ranks. Then 64 calls in bfloat16 are captured in a CUDA graph and replayed. At the
-end come the limits that the figures propose for `all_reduce.json`.
+The ways are NCCL, the one-shot kernel (`ours`), and the two-shot kernel. Every way is checked
+first, in eager calls and in replays of a graph with other data: the sum, and equal bits on all
+ranks. Then 64 calls in bfloat16 are captured in a CUDA graph and replayed. At the end come the
+limits that the figures with a residual propose for `all_reduce.json`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import json
 import os
 import socket
 from collections.abc import Callable
+from math import gcd
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,14 +25,18 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from nanovllm_core.kernels import launch_options
-from nanovllm_executor_parallel.one_shot import BLOCK
 from nanovllm_executor_parallel.process import ENVIRONMENT
-from nanovllm_executor_parallel.symmetric import Limits, SymmetricAllReduce
+from nanovllm_executor_parallel.slots import MAX_PROGRAMS, SlotAllReduce
+from nanovllm_executor_parallel.symmetric import (
+    PROGRAMS_PER_MULTIPROCESSOR,
+    Limits,
+    SymmetricAllReduce,
+)
 
 KB, MB = 1 << 10, 1 << 20
 SIZES = (2 * KB, 8 * KB, 16 * KB, 32 * KB, 64 * KB, 128 * KB, 256 * KB, 512 * KB,
          MB, 2 * MB, 4 * MB, 8 * MB, 16 * MB, 64 * MB)  # fmt: skip
-LIMITS = Limits(one_shot=16 * MB, two_shot=64 * MB)
+LIMITS = Limits(one_shot=SIZES[-1], two_shot=2 * SIZES[-1], norm_from=0)
 BLOCKS = (64, 128, 256, 512)
 CALLS = 64
 REPLAYS = 5
@@ -59,17 +64,30 @@ def norm_behind(reduce: Way) -> Way:
     return run
 
 
-class Ways:
-    """What is measured, by name, each with the largest size that it takes."""
+def with_norm(reduce: SlotAllReduce) -> Way:
+    """The kernel of whole rows, which norms the sum too."""
 
-    def __init__(self, device: torch.device) -> None:
+    def run(x: Tensor, residual: Tensor) -> Tensor:
+        columns = gcd(x.numel(), 4096)
+        weight = ones.setdefault(columns, torch.ones(columns, dtype=x.dtype, device=x.device))
+        reduce.add_norm(x.view(-1, columns), residual.view(-1, columns), weight, 1e-6)
+        return residual
+
+    ones: dict[int, Tensor] = {}
+    return run
+
+
+class Ways:
+    """What is measured, by name."""
+
+    def __init__(self, device: torch.device, programs: int) -> None:
         group = dist.group.WORLD
         assert group is not None
-        symmetric = SymmetricAllReduce(group, device, LIMITS, seconds=5)
-        ours, two_shot = symmetric.one_shot, symmetric.two_shot
-        assert two_shot is not None, "two-shot is for 2, 4 and 8 ranks"
-        self.symmetric = symmetric
-        buffer = two_shot._buffer
+        self.symmetric = SymmetricAllReduce(group, device, LIMITS, seconds=5)
+        one_shot, two_shot = self.symmetric.ways
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        for way in self.symmetric.ways:
+            way.max_programs = min(programs * multiprocessors, MAX_PROGRAMS)
 
         def nccl(x: Tensor, residual: Tensor) -> Tensor:
             dist.all_reduce(x)
@@ -79,40 +97,18 @@ class Ways:
             dist.all_reduce(x)
             return residual.add_(x)
 
-        def torch_one_shot(x: Tensor, residual: Tensor) -> Tensor:
-            sent = buffer[: x.nbytes].view(x.dtype)
-            name = group.group_name
-            out: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(sent, x, "sum", name)
-            return out
-
-        def two_shot_in_place(x: Tensor, residual: Tensor) -> Tensor:
-            sent = buffer[: x.nbytes].view(x.dtype).copy_(x)
-            return x.copy_(torch.ops.symm_mem.two_shot_all_reduce_(sent, "sum", group.group_name))
-
-        def ours_add(x: Tensor, residual: Tensor) -> Tensor:
-            return ours(x, residual)
-
-        self.functions: dict[str, tuple[Way, int]] = {
-            "NCCL": (nccl, SIZES[-1]),
-            "NCCL, add": (nccl_add, SIZES[-1]),
-            "torch one-shot": (torch_one_shot, MB),
-            "two-shot _": (two_shot_in_place, SIZES[-1]),
-            "two-shot": (lambda x, residual: two_shot(x), SIZES[-1]),
-            **{f"ours {4 * b} B": (ours_of(ours, b), SIZES[-1]) for b in BLOCKS},
-            "ours, add": (ours_add, LIMITS.one_shot),
-            "ours, add, norm": (norm_behind(ours_add), MB),
-        }
+        self.functions: dict[str, Way] = {"NCCL": nccl, "NCCL, add": nccl_add}
+        self.functions["NCCL, add, norm"] = norm_behind(nccl_add)
+        for name, way in (("ours", one_shot), ("our two-shot", two_shot)):
+            self.functions |= {f"{name} {4 * block} B": with_block(way, block) for block in BLOCKS}
+            self.functions[f"{name}, add"] = way
+            self.functions[f"{name}, add, norm"] = norm_behind(way)
+            self.functions[f"{name}, add and norm"] = with_norm(way)
 
 
-def ours_of(reduce: Any, block: int) -> Way:
-    """With a block of this many words; an x above the limit goes in pieces."""
-
-    def run(x: Tensor, residual: Tensor) -> Tensor:
-        for piece in x.split(LIMITS.one_shot // x.element_size()):
-            reduce(piece, block=block)
-        return x
-
-    return run
+def with_block(reduce: SlotAllReduce, block: int) -> Way:
+    """With a block of this many words."""
+    return lambda x, residual: reduce(x, block=block)
 
 
 def capture(
@@ -177,49 +173,41 @@ def microseconds(way: Way, num_bytes: int, device: torch.device) -> float:
     return float(times[1:].min()) / CALLS * 1e3
 
 
-def run(rank: int, size: int, port: int, out: Path | None) -> None:
+def run(rank: int, size: int, port: int, programs: int, out: Path | None) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size
     )
-    ways = Ways(device)
+    ways = Ways(device, programs)
     dist.barrier(device_ids=[rank])
     found: dict[str, dict[int, float]] = {}
-    for name, (way, limit) in ways.functions.items():
+    for name, way in ways.functions.items():
         check(name, way, device)
         found[name] = {
-            num_bytes: round(microseconds(way, num_bytes, device), 2)
-            for num_bytes in SIZES
-            if num_bytes <= limit
+            num_bytes: round(microseconds(way, num_bytes, device), 2) for num_bytes in SIZES
         }
         if rank == 0:
             print(f"{name}: checked and measured", flush=True)
-    assert ways.symmetric.one_shot.missing() is None
+    assert ways.symmetric.missing() is None
     if rank == 0:
-        report(found, size, out)
+        report(found, size, programs, out)
     dist.barrier(device_ids=[rank])
     dist.destroy_process_group()
 
 
-def report(found: dict[str, dict[int, float]], size: int, out: Path | None) -> None:
+def report(found: dict[str, dict[int, float]], size: int, programs: int, out: Path | None) -> None:
     """The table; the limits; the file."""
-    print(f"\n{'µs a call, bytes':>16}" + "".join(f"{name:>16}" for name in found))
+    print(f"\n{'µs a call, bytes':>16}" + "".join(f"{name:>28}" for name in found))
     for num_bytes in SIZES:
-        row = (f"{found[name].get(num_bytes, float('nan')):16.2f}" for name in found)
-        print(f"{num_bytes:16}" + "".join(row))
-    ours, two_shot, nccl = found[f"ours {4 * BLOCK} B"], found["two-shot"], found["NCCL"]
-    proposed = {
-        "one_shot": max(
-            (n for n in ours if ours[n] <= min(two_shot[n], nccl[n])), default=0
-        ),
-        "two_shot": max((n for n in two_shot if two_shot[n] <= nccl[n]), default=0),
-    }  # fmt: skip
+        print(f"{num_bytes:16}" + "".join(f"{found[name][num_bytes]:28.2f}" for name in found))
+    proposed = propose(found)
     print(f'limits: "{size}": {json.dumps(proposed)}')
     record = {
         "ranks": size,
         "dtype": "bfloat16",
         "calls_in_a_graph": CALLS,
+        "programs_per_multiprocessor": programs,
         "microseconds": found,
         "limits": proposed,
         "device": torch.cuda.get_device_name(),
@@ -231,9 +219,25 @@ def report(found: dict[str, dict[int, float]], size: int, out: Path | None) -> N
         out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
+def propose(found: dict[str, dict[int, float]]) -> dict[str, int]:
+    """The limits by which the fastest way serves."""
+    one_shot, two_shot, nccl = (found[f"{way}, add"] for way in ("ours", "our two-shot", "NCCL"))
+    one_limit = max((n for n in SIZES if one_shot[n] <= min(two_shot[n], nccl[n])), default=0)
+    two_limit = max((n for n in SIZES if two_shot[n] <= nccl[n]), default=0)
+    norm_from = 2 * SIZES[-1]
+    for n in reversed(SIZES):
+        name = "ours" if n <= one_limit else "our two-shot"
+        if found[f"{name}, add and norm"][n] > found[f"{name}, add, norm"][n]:
+            break
+        norm_from = n
+    return {"one_shot": one_limit, "two_shot": two_limit, "norm_from": norm_from}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, help="how many GPUs; default: all that are visible")
+    parser.add_argument("--programs", type=int, default=PROGRAMS_PER_MULTIPROCESSOR,
+                        help="of our kernels on a multiprocessor (%(default)s)")  # fmt: skip
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     arguments = parser.parse_args()
     size = arguments.ranks or torch.cuda.device_count()
@@ -243,7 +247,7 @@ def main() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    spawn(run, (size, port, arguments.out), nprocs=size)
+    spawn(run, (size, port, arguments.programs, arguments.out), nprocs=size)
 
 
 if __name__ == "__main__":

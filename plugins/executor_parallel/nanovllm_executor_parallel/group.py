@@ -78,19 +78,32 @@ class TensorParallelGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, in place."""
+        way = None if self.symmetric is None else self.symmetric.find(x)
         with self._progress.collective("all_reduce"):
-            way = None if self.symmetric is None else self.symmetric.find(x)
             if way is not None:
                 return way(x)
             dist.all_reduce(x)
         return x
 
     def all_reduce_add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """The residual plus the sum over ranks, in its place; one kernel for few rows."""
-        if self.symmetric is None or not self.symmetric.adds(x, residual):
+        """The residual plus the sum over ranks, in its place; one kernel up to the limits."""
+        way = None if self.symmetric is None else self.symmetric.find(x, residual)
+        if way is None:
             return residual.add_(self.all_reduce(x))
         with self._progress.collective("all_reduce"):
-            return self.symmetric.one_shot(x, residual)
+            return way(x, residual)
+
+    def all_reduce_add_norm(
+        self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """As `all_reduce_add`, and the norm of the sum; None where no kernel does both."""
+        if self.symmetric is None:
+            return None
+        way = self.symmetric.find_for_norm(x_TE, residual_TE, weight_E)
+        if way is None:
+            return None
+        with self._progress.collective("all_reduce"):
+            return residual_TE, way.add_norm(x_TE, residual_TE, weight_E, eps)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[..., X] of each rank -> [..., size * X]."""
@@ -152,18 +165,18 @@ class TensorParallelGroup:
         return SymmetricAllReduce(dist.group.WORLD, device, limits, seconds)
 
     def bound(self, seconds: float) -> None:
-        """Bound the waits on the device from here on; those of NCCL and two-shot have no bound."""
+        """Bound the waits on the device from here on; those of NCCL have no bound."""
         if self.symmetric is not None:
             self._seconds = seconds
-            self.symmetric.one_shot.bound(seconds)
+            self.symmetric.bound(seconds)
 
     def check(self) -> None:
         """LostPeerError if the device has waited in vain in a step that has ended."""
-        missing = None if self.symmetric is None else self.symmetric.one_shot.missing()
+        missing = None if self.symmetric is None else self.symmetric.missing()
         if missing is not None:
-            rank, call = missing
+            way, rank, call = missing
             raise LostPeerError(
-                f"all_reduce {call + 1} on the device: rank {rank} did not come within "
+                f"{way} all_reduce {call + 1} on the device: rank {rank} did not come within "
                 f"{self._seconds:g} s; raise stall_seconds if it was only slow"
             )
 

@@ -36,8 +36,8 @@ class ParallelOptions(BaseModel):
     all_reduce: AllReduce = Field(
         "auto",
         description="What sums over the GPUs of all ranks. symmetric: by the size of the sum, with "
-        "the limits of a committed table, a one-shot kernel, torch's two-shot kernel, or NCCL. "
-        "auto: symmetric where it was measured, which is for 2 ranks on GPUs of compute capability "
+        "the limits of a committed table, a one-shot kernel, a two-shot kernel, or NCCL. auto: "
+        "symmetric where it was measured, which is for 2 and 4 ranks on GPUs of compute capability "
         "9.0 or newer; else nccl. CPUs use gloo.",
     )
 

@@ -8,7 +8,7 @@ for the ranks.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -20,29 +20,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from nanovllm_executor_parallel.one_shot import OneShotAllReduce
+    from nanovllm_executor_parallel.slots import Bound, SlotAllReduce
 
-ONE_SHOT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-TWO_SHOT_DTYPES = (torch.bfloat16, torch.float32)
-TWO_SHOT_SIZES = (2, 4, 8)
-"""Of torch's kernel."""
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 MEASURED_CAPABILITY = (9, 0)
 """The least compute capability of GPUs that were measured."""
 
-PROGRAMS_PER_MULTIPROCESSOR = 8
-"""Of the one-shot kernel. All of its programs must be resident, beside another kernel's."""
+PROGRAMS_PER_MULTIPROCESSOR = 16
+"""Of a kernel, with one warp each. All must be resident, beside another kernel's."""
+
+PIECE_BYTES = 16 << 20
+"""A larger x goes in pieces of this size, which are as fast as larger ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The largest x of each way, in bytes. NCCL takes what is larger.
 
-    Two-shot is not used where its limit is not above the other. `one_shot` 0: NCCL takes all.
+    Two-shot is not used unless its limit is above the other. `one_shot` 0: NCCL takes all. From
+    `norm_from` bytes on a kernel norms the sum too; less is faster in two.
     """
 
     one_shot: int
     two_shot: int
+    norm_from: int
 
 
 @cache
@@ -67,7 +69,7 @@ def find_unmeasured(devices: Sequence[torch.device], rank: int) -> str:
 def read_limits(size: int) -> Limits:
     """A number of ranks that is not in the table takes the entry of the next larger one."""
     listed = {int(ranks): Limits(**entry) for ranks, entry in read_table()["limits"].items()}
-    return min(((n, x) for n, x in listed.items() if n >= size), default=(0, Limits(0, 0)))[1]
+    return min(((n, x) for n, x in listed.items() if n >= size), default=(0, Limits(0, 0, 0)))[1]
 
 
 def find_obstacle(devices: Sequence[torch.device], rank: int) -> str:
@@ -97,26 +99,6 @@ def fits(x: Tensor, dtypes: Sequence[torch.dtype], capacity: int) -> bool:
     )
 
 
-class TwoShotAllReduce:
-    """torch's two-shot all-reduce: each rank sums a part, and reads the parts of the others.
-
-    Its waits have no bound.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, capacity: int) -> None:
-        self.capacity = capacity
-        self._group_name = group.group_name
-        self._buffer = _empty((capacity,), torch.uint8, device)
-        _rendezvous(self._buffer, group)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The sum over ranks, in place."""
-        sent = self._buffer[: x.nbytes].view(x.dtype)
-        sent.copy_(x.view(-1))
-        torch.ops.symm_mem.two_shot_all_reduce_out(sent, "sum", self._group_name, x.view(-1))
-        return x
-
-
 class SymmetricAllReduce:
     """The ways of a rank over symmetric memory. Every rank makes one, at the same time."""
 
@@ -127,45 +109,72 @@ class SymmetricAllReduce:
 
         No rank may call before all ranks have made theirs.
         """
+        from nanovllm_executor_parallel.one_shot import OneShotAllReduce
+        from nanovllm_executor_parallel.slots import Bound
+        from nanovllm_executor_parallel.two_shot import TwoShotAllReduce
+
+        kinds: list[tuple[type[SlotAllReduce], int]] = [(OneShotAllReduce, limits.one_shot)]
+        if limits.two_shot > limits.one_shot:
+            kinds.append((TwoShotAllReduce, limits.two_shot))
         with torch.cuda.device(device):
-            self.one_shot = _open_one_shot(group, device, limits.one_shot, seconds)
-            has_two_shot = group.size() in TWO_SHOT_SIZES and limits.two_shot > limits.one_shot
-            self.two_shot = (
-                TwoShotAllReduce(group, device, limits.two_shot) if has_two_shot else None
-            )
+            self._bound = Bound(seconds, device)
+            self.ways = [_open(kind, limit, group, device, self._bound) for kind, limit in kinds]
+            self._limits = [limit for _, limit in kinds]
+            self._norm_from = limits.norm_from
             torch.cuda.synchronize()
 
     def __str__(self) -> str:
-        one_shot = f"one-shot kernel to {self.one_shot.capacity >> 10} KiB"
-        two_shot = f", two-shot to {self.two_shot.capacity >> 10} KiB" if self.two_shot else ""
-        return f"{one_shot}{two_shot}, nccl above"
+        ways = zip(self.ways, self._limits, strict=True)
+        return ", ".join(
+            [*(f"{way.name} kernel to {limit >> 10} KiB" for way, limit in ways), "nccl above"]
+        )
 
-    def find(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
-        """The way for x; None: NCCL's. Sizes and dtypes decide, which are those of all ranks."""
-        if fits(x, ONE_SHOT_DTYPES, self.one_shot.capacity):
-            return self.one_shot
-        if self.two_shot is not None and fits(x, TWO_SHOT_DTYPES, self.two_shot.capacity):
-            return self.two_shot
+    def find(self, x: Tensor, residual: Tensor | None = None) -> SlotAllReduce | None:
+        """The way for x and a residual; None: NCCL's.
+
+        Sizes and dtypes decide, which are those of all ranks.
+        """
+        for way, limit in zip(self.ways, self._limits, strict=True):
+            if fits(x, DTYPES, limit) and (residual is None or fits(residual, (x.dtype,), limit)):
+                return way
         return None
 
-    def adds(self, x: Tensor, residual: Tensor) -> bool:
-        """True where the one-shot kernel sums x and adds the residual."""
-        capacity = self.one_shot.capacity
-        return fits(x, ONE_SHOT_DTYPES, capacity) and fits(residual, (x.dtype,), capacity)
+    def find_for_norm(
+        self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor
+    ) -> SlotAllReduce | None:
+        """The way for x, a residual and the norm of their sum; None: apart."""
+        if x_TE.nbytes < self._norm_from or weight_E.dtype not in (x_TE.dtype, torch.float32):
+            return None
+        way = self.find(x_TE, residual_TE)
+        return way if way is not None and way.takes_rows_of(x_TE[0].nbytes) else None
+
+    def bound(self, seconds: float) -> None:
+        """Bound the waits of later calls."""
+        self._bound.set(seconds)
+
+    def missing(self) -> tuple[str, int, int] | None:
+        """The way that has waited in vain, for which rank, and in which of its calls, from 0."""
+        for way in self.ways:
+            if (found := way.missing()) is not None:
+                return way.name, *found
+        return None
 
 
-def _open_one_shot(
-    group: dist.ProcessGroup, device: torch.device, limit: int, seconds: float
-) -> OneShotAllReduce:
-    from nanovllm_executor_parallel.one_shot import BLOCK, NUM_SLOTS, SENTINEL, OneShotAllReduce
+def _open(
+    kind: type[SlotAllReduce],
+    limit: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    bound: Bound,
+) -> SlotAllReduce:
+    from nanovllm_executor_parallel.slots import SENTINEL
 
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    words = limit // (4 * BLOCK) * BLOCK  # whole blocks, by which a slot is cleared
-    slots = _empty((NUM_SLOTS, group.size(), words), torch.int32, device)
+    slots = _empty(kind.slots_shape(group.size(), min(limit, PIECE_BYTES)), torch.int32, device)
     slots.fill_(SENTINEL)
     peers = torch.tensor(_rendezvous(slots, group), device=device)
     max_programs = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
-    return OneShotAllReduce(group.rank(), slots, peers, seconds, max_programs)
+    return kind(group.rank(), slots, peers, bound, max_programs)
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -105,13 +105,28 @@ def test_symmetric_memory_is_taken_where_it_was_measured(
 
 
 def test_a_wait_in_vain_on_the_device_is_a_lost_rank() -> None:
-    """With the rank, the number of the all-reduce, the bound, and the option that changes it."""
+    """With the way, its call, the rank, the bound, and the option that changes it."""
     group, bounds = TensorParallelGroup(0, 2, Progress()), []
-    one_shot = SimpleNamespace(missing=lambda: None, bound=bounds.append)
-    group.symmetric = SimpleNamespace(one_shot=one_shot)  # type: ignore[assignment]
+    group.symmetric = SimpleNamespace(missing=lambda: None, bound=bounds.append)  # type: ignore[assignment]
     group.bound(27)
     group.check()
-    one_shot.missing = lambda: (1, 7)
-    with pytest.raises(LostPeerError, match=r"^all_reduce 8 .*: rank 1 .* within 27 s; .*stall_se"):
+    group.symmetric.missing = lambda: ("two-shot", 1, 7)  # type: ignore
+    says = r"^two-shot all_reduce 8 .*: rank 1 .* within 27 s; .*stall_se"
+    with pytest.raises(LostPeerError, match=says):
         group.check()
     assert bounds == [27]
+
+
+def test_a_way_adds_the_residual_itself(group: TensorParallelGroup) -> None:
+    """If it takes both; otherwise the residual is added to what the way for x gives."""
+    x, residual, calls = torch.ones(4), torch.ones(4), []
+
+    def way(*given: Any) -> Any:
+        calls.append(len(given))
+        return given[-1]
+
+    group.symmetric = SimpleNamespace(find=lambda *given: way)  # type: ignore[assignment]
+    assert group.all_reduce_add(x, residual) is residual
+    group.symmetric = SimpleNamespace(find=lambda *given: way if len(given) == 1 else None)  # type: ignore[assignment]
+    assert group.all_reduce_add(x, residual).tolist() == [2, 2, 2, 2]
+    assert calls == [2, 1]

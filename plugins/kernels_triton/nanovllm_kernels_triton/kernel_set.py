@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 
 from nanovllm_core.api import (
     CapturedTail,
+    GatedKernels,
     LatentPrep,
     QKPrep,
     Routing,
@@ -45,7 +46,7 @@ def make_kernels(_options: BaseModel, device: torch.device) -> TritonKernels:
     return kernels
 
 
-class TritonKernels(TorchKernels, RoutingKernels):
+class TritonKernels(TorchKernels, RoutingKernels, GatedKernels):
     """See `KernelSet` for what each operation promises, `TorchKernels` for the reference."""
 
     name = "triton"
@@ -138,6 +139,12 @@ class TritonKernels(TorchKernels, RoutingKernels):
             normed_TE = self.rms_norm(x_TE, norm_weight_E, eps)
             return self.silu_and_mul(linear(normed_TE, weight_2FE, bias_2F))
         return self._after_norm(plan, x_TE, norm_weight_E, eps, weight_2FE, gated=True)
+
+    def gate_up(self, x_TE: Tensor, weight_2FE: Tensor, bias_2F: Tensor | None = None) -> Tensor:
+        plan = choose(x_TE.shape[0], *weight_2FE.shape, x_TE.dtype)
+        if isinstance(plan, TilePlan) and bias_2F is None:
+            return self._linears.run(plan, x_TE, weight_2FE, gated=True)
+        return self.silu_and_mul(self.linear(x_TE, weight_2FE, bias_2F))
 
     def linear_add(
         self,

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm_core.interfaces.kernels import KernelSet, QKPrep
+from nanovllm_core.interfaces.kernels import GatedKernels, KernelSet, QKPrep
 from nanovllm_core.interfaces.specs import KernelSetSpec
 from nanovllm_kit.conformance import PluginUnderTest, SpecConformance
 from nanovllm_kit.kernel_calls import REFERENCE, assert_equal, random, run
@@ -164,7 +164,10 @@ class KernelSetConformance(LatentChecks, ExpertChecks, RoutingChecks, SpecConfor
     def test_products_with_a_bias_equal_the_reference(
         self, kernels: KernelSet, device: torch.device, dtype: torch.dtype, shape: Shape
     ) -> None:
-        """It is added once, behind the product: before the activation, and to the residual too."""
+        """It is added once, behind the product: before the activation, and to the residual too.
+
+        A set's `gate_up` is checked here too, with a bias and without.
+        """
         rows, inputs, outputs = shape
         x_TE = random(rows, inputs, device=device, dtype=dtype)
         weight_XE = random(outputs, inputs, device=device, dtype=dtype, seed=1) * 0.1
@@ -179,6 +182,11 @@ class KernelSetConformance(LatentChecks, ExpertChecks, RoutingChecks, SpecConfor
         }.items():
             expected = getattr(REFERENCE, name)(*arguments)
             assert_equal(run(kernels, name, *arguments), expected)
+        if isinstance(kernels, GatedKernels):
+            for bias in (None, bias_X):
+                gate_up_T2F = REFERENCE.linear(x_TE, weight_XE, bias)
+                actual = kernels.gate_up(x_TE, weight_XE, bias)
+                assert_equal(actual, REFERENCE.silu_and_mul(gate_up_T2F))
         expected = REFERENCE.linear(x_TE, weight_XE, bias_X)
         run(kernels, "linear", x_TE, weight_XE, bias_X, out_TX)
         assert_equal(out_TX, expected)
