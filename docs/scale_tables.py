@@ -67,10 +67,12 @@ def start_table() -> str:
 
 def all_reduce_table(num_gpus: int) -> str:
     """Microseconds of the ways between so many GPUs, by size."""
-    found = json.loads((MEASURED / f"all_reduce_{num_gpus}.json").read_text())["microseconds"]
-    ways = {"NCCL": "NCCL", "NCCL, residual": "NCCL, add", "one-shot": "ours 512 B",
-            "one-shot, residual": "ours, add",
-            "one-shot, residual, norm": "ours, add, norm"}  # fmt: skip
+    file = BENCHMARKS / f"results/h100/all_reduce_{num_gpus}.json"
+    found = json.loads(file.read_text())["microseconds"]
+    ways = {"NCCL, residual": "NCCL, add"}
+    for shown, way in (("one-shot", "ours"), ("two-shot", "our two-shot"))[: num_gpus // 2]:
+        ways |= {f"{shown}, residual": f"{way}, add", f"{shown}, residual + norm": f"{way}, add, norm",
+                 f"{shown}, residual, norm": f"{way}, add and norm"}  # fmt: skip
     rows = [
         [shown, *(f"{found[way].get(str(size), '-')}" for way in ways.values())]
         for size, shown in SIZES.items()

@@ -126,7 +126,7 @@ class SymmetricAllReduce:
     def __str__(self) -> str:
         ways = zip(self.ways, self._limits, strict=True)
         return ", ".join(
-            [*(f"{way.name} kernel to {limit >> 10} KiB" for way, limit in ways), "nccl above"]
+            [*(f"{way.name} kernel to {_shown(limit)}" for way, limit in ways), "nccl above"]
         )
 
     def find(self, x: Tensor, residual: Tensor | None = None) -> SlotAllReduce | None:
@@ -158,6 +158,10 @@ class SymmetricAllReduce:
             if (found := way.missing()) is not None:
                 return way.name, *found
         return None
+
+
+def _shown(num_bytes: int) -> str:
+    return f"{num_bytes >> 20} MiB" if num_bytes >> 20 else f"{num_bytes >> 10} KiB"
 
 
 def _open(
