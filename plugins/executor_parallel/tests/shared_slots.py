@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from triton.runtime import interpreter
 
 from nanovllm_executor_parallel.one_shot import OneShotAllReduce
 from nanovllm_executor_parallel.slots import SENTINEL, Bound, SlotAllReduce
@@ -29,14 +30,19 @@ Part: TypeAlias = Callable[[Sequence[SlotAllReduce], int], Sequence[Tensor]]
 """(the all-reduces of a rank, the rank) -> results."""
 
 
+def shared_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros that forked processes share, at the same address."""
+    num_bytes = prod(shape) * dtype.itemsize
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(*shape)
+
+
 class SharedSlots:
     """The slots of all ranks in memory that forked processes share, at the same addresses."""
 
     def __init__(self, kind: Kind, size: int, capacity: int = CAPACITY) -> None:
         shape = (size, *kind.slots_shape(size, capacity))
         self.kind = kind
-        self.slots = torch.frombuffer(mmap.mmap(-1, 4 * prod(shape)), dtype=torch.int32)
-        self.slots = self.slots.view(shape).fill_(SENTINEL)
+        self.slots = shared_memory(shape, torch.int32).fill_(SENTINEL)
 
     def reduce_of(self, rank: int, bound: Bound) -> SlotAllReduce:
         """The all-reduce of a rank."""
@@ -76,6 +82,53 @@ def run_ranks(
             process.kill()
             process.join()
     return [[torch.from_numpy(x).view(dtype) for dtype, x in results] for results in received]
+
+
+PROGRAMS = 3
+"""Of a rank in `run_programs`."""
+
+
+def run_programs(
+    kind: Kind, size: int, num_calls: int, part: Callable[[SlotAllReduce, int, int], None]
+) -> None:
+    """`part(all-reduce, rank, call)` for each call, with every program of a rank in a process.
+
+    The interpreter runs the programs of a kernel one after another. Here each process runs one, and
+    the programs of a rank meet behind each call. Raises AssertionError where a process fails.
+    """
+    shared, states = SharedSlots(kind, size), shared_memory((size, 4), torch.int64)
+    context = multiprocessing.get_context("fork")
+    barriers = [context.Barrier(PROGRAMS) for _ in range(size)]
+
+    def run(rank: int, program: int) -> None:
+        torch.set_num_threads(1)
+        builder = interpreter.interpreter_builder
+        set_dim, set_idx = builder.set_grid_dim, builder.set_grid_idx
+        builder.set_grid_dim = lambda *_: set_dim(PROGRAMS, 1, 1)
+        builder.set_grid_idx = lambda *_: set_idx(program, 0, 0)
+        way = shared.reduce_of(rank, bound_of(MANY))
+        way._state.set_(states[rank])
+        way.max_programs = 1  # that is launched
+        for call in range(num_calls):
+            part(way, rank, call)
+            barriers[rank].wait(60)
+        os._exit(0)
+
+    processes = [
+        context.Process(target=run, args=(rank, program))
+        for rank in range(size)
+        for program in range(PROGRAMS)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(120)
+            assert process.exitcode == 0, process.exitcode
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 def drawn(rank: int, call: int, dtype: torch.dtype, numel: int) -> Tensor:

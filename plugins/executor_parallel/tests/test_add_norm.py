@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,19 @@ from nanovllm_core.kernels.reference import TorchKernels
 from nanovllm_executor_parallel.slots import NUM_SLOTS, SENTINEL, SlotAllReduce
 from nanovllm_executor_parallel.symmetric import SymmetricAllReduce
 
-from .shared_slots import KINDS, Kind, SharedSlots, bound_of, drawn, equal_bits, run_ranks, total
+from .shared_slots import (
+    KINDS,
+    PROGRAMS,
+    Kind,
+    SharedSlots,
+    bound_of,
+    drawn,
+    equal_bits,
+    run_programs,
+    run_ranks,
+    shared_memory,
+    total,
+)
 
 EPS = 1e-5
 CALLS = [
@@ -98,6 +111,42 @@ def test_a_slot_of_rows_is_empty_again_after_the_next_call(kind: Kind) -> None:
     for found in run_ranks([kind], 2, part):
         areas = kind.num_areas
         assert [one.tolist() for one in found] == [[[True] * areas, [False] * areas]] * 6
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=[kind.name for kind in KINDS])
+def test_programs_of_a_wave_send_for_one_another(kind: Kind) -> None:
+    """Each program of each rank is a process here: a row's words come from several of them.
+
+    Fewer rows than programs, as many, and several waves; parts of a row have 128 words.
+    """
+    size, dtype = 2, torch.float16
+    shapes = [(1, 1024), (PROGRAMS, 264), (8, 16), (2, 640)]
+    most = max(rows * numbers for rows, numbers in shapes)
+    memory = shared_memory((size, len(shapes), 2, most), dtype)
+
+    def tensors(rank: int, call: int) -> tuple[Tensor, ...]:
+        rows, numbers = shapes[call]
+        return tuple(one[: rows * numbers].view(rows, numbers) for one in memory[rank, call])
+
+    def part(way: SlotAllReduce, rank: int, call: int) -> None:
+        residual, normed = tensors(rank, call)
+        x = drawn(rank, call, dtype, residual.numel()).view_as(residual)
+        with mock.patch.object(torch, "empty_like", return_value=normed):
+            way.add_norm(x, residual, torch.ones(residual.shape[1]), EPS)
+
+    for rank in range(size):
+        for call in range(len(shapes)):
+            residual, _ = tensors(rank, call)
+            residual.copy_(drawn(9, call, dtype, residual.numel()).view_as(residual))
+    run_programs(kind, size, len(shapes), part)
+    for rank in range(size):
+        for call in range(len(shapes)):
+            residual, normed = tensors(rank, call)
+            parts = [drawn(one, call, dtype, residual.numel()) for one in (*range(size), 9)]
+            assert torch.equal(residual.flatten(), total(parts))
+            expected = TorchKernels().rms_norm(residual, torch.ones(residual.shape[1]), EPS)
+            torch.testing.assert_close(normed, expected, rtol=2**-8, atol=1e-6)
+            assert equal_bits(normed, tensors(0, call)[1])
 
 
 def test_who_sums_and_norms() -> None:
