@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("kernels are compiled where a GPU is found", allow_module_level=True)
 
-from nanovllm_core.kernels.reference import TorchKernels
+from nanovllm_core.kernels import TorchKernels
 from nanovllm_executor_parallel.slots import NUM_SLOTS, SENTINEL, SlotAllReduce
 from nanovllm_executor_parallel.symmetric import SymmetricAllReduce
 
