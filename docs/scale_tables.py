@@ -69,10 +69,10 @@ def all_reduce_table(num_gpus: int) -> str:
     """Microseconds of the ways between so many GPUs, by size."""
     file = BENCHMARKS / f"results/h100/all_reduce_{num_gpus}.json"
     found = json.loads(file.read_text())["microseconds"]
+    kinds = {"residual": "add", "residual + norm": "add, norm", "residual, norm": "add and norm"}
     ways = {"NCCL, residual": "NCCL, add"}
     for shown, way in (("one-shot", "ours"), ("two-shot", "our two-shot"))[: num_gpus // 2]:
-        ways |= {f"{shown}, residual": f"{way}, add", f"{shown}, residual + norm": f"{way}, add, norm",
-                 f"{shown}, residual, norm": f"{way}, add and norm"}  # fmt: skip
+        ways |= {f"{shown}, {kind}": f"{way}, {name}" for kind, name in kinds.items()}
     rows = [
         [shown, *(f"{found[way].get(str(size), '-')}" for way in ways.values())]
         for size, shown in SIZES.items()
