@@ -74,7 +74,7 @@ class SelfAttention(nn.Module):
 
     def announce(self, norm: RMSNorm) -> None:
         """`norm` is the next reader of the sum."""
-        self.o_proj.behind.norm = norm
+        self.o_proj.sum.norm = norm
 
     def forward(self, residual_TE: Tensor, norm: RMSNorm, positions_T: Tensor) -> Tensor:
         """residual + attention(norm(residual)). The residual is overwritten."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nanovllm_core.interfaces.kernels import Routing
 from nanovllm_core.layers.context import LayerContext
-from nanovllm_core.layers.linear import NormBehind
+from nanovllm_core.layers.linear import SumOverRanks
 from nanovllm_core.layers.matrix import Piece, Pieces, make_split_parameter
 from nanovllm_core.layers.mlp import GatedMLP
 from nanovllm_core.layers.module import (
@@ -201,7 +201,7 @@ class SparseMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.tp = context.tp
-        self.behind = NormBehind()
+        self.sum = SumOverRanks(context.tp)
         num_shared, rest = divmod(shared_size or 0, intermediate_size)
         num_shared = 0 if rest else num_shared
         routing = replace(routing, num_shared=num_shared)
@@ -215,7 +215,7 @@ class SparseMLP(nn.Module):
 
     def announce(self, norm: RMSNorm) -> None:
         """`norm` is the next reader of the sum."""
-        self.behind.norm = norm
+        self.sum.norm = norm
 
     def forward(self, residual_TE: Tensor, norm: RMSNorm) -> Tensor:
         """residual + the mixture of norm(residual). The residual is overwritten."""
@@ -227,4 +227,4 @@ class SparseMLP(nn.Module):
         if isinstance(shared, GatedMLP):
             hidden_TF = shared.gate_up_proj.matrix.norm_gate_up(residual_TE, norm.factors, norm.eps)
             y_TE = shared.down_proj.matrix.linear_add(hidden_TF, y_TE)
-        return self.behind.sum_over_ranks(self.tp, y_TE, residual_TE)
+        return self.sum.add_to(y_TE, residual_TE)

@@ -114,7 +114,7 @@ class LatentAttention(AttentionLayer):
 
     def announce(self, norm: RMSNorm) -> None:
         """`norm` is the next reader of the sum."""
-        self.o_proj.behind.norm = norm
+        self.o_proj.sum.norm = norm
 
     def forward(self, residual_TE: Tensor, norm: RMSNorm, positions_T: Tensor) -> Tensor:
         """residual + attention(norm(residual)); positions int32 or int64 [T].

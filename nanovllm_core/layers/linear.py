@@ -21,23 +21,26 @@ def _even_piece(context: LayerContext, full_size: int, what: str) -> Piece:
     return Piece(size, context.tp.rank * size, full_size)
 
 
-class NormBehind:
-    """The norm that is the next reader of a residual, if its block was told: see `announce_norm`.
+class SumOverRanks:
+    """The sum at the end of a block, and the norm that reads it next, if the block was told.
 
-    A rank's sum over ranks may then be normed by the kernel that sums.
+    A group that can norms the sum where it sums: see `announce_norm`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tp: TensorParallel) -> None:
+        self.tp = tp
         self.norm: RMSNorm | None = None
+        self._norming = tp if isinstance(tp, NormingParallel) else None
 
-    def sum_over_ranks(self, tp: TensorParallel, x_TE: Tensor, residual_TE: Tensor) -> Tensor:
+    def add_to(self, x_TE: Tensor, residual_TE: Tensor) -> Tensor:
         """The residual plus the sum of x. The residual is overwritten: use what is returned."""
-        if self.norm is not None and isinstance(tp, NormingParallel):
-            fused = tp.all_reduce_add_norm(x_TE, residual_TE, self.norm.factors, self.norm.eps)
+        norm, norming = self.norm, self._norming
+        if norm is not None and norming is not None:
+            fused = norming.all_reduce_add_norm(x_TE, residual_TE, norm.factors, norm.eps)
             if fused is not None:
-                self.norm.put(*fused)
+                norm.put(*fused)
                 return fused[0]
-        return tp.all_reduce_add(x_TE, residual_TE)
+        return self.tp.all_reduce_add(x_TE, residual_TE)
 
 
 class ColumnParallelLinear(Layer):
@@ -125,7 +128,7 @@ class RowParallelLinear(Layer):
             self, outputs, _even_piece(context, input_size, "input size")
         )
         self.bias = make_parameter(context, (output_size,)) if bias else None
-        self.behind = NormBehind()
+        self.sum = SumOverRanks(context.tp)
 
     def finalize(self) -> None:
         self.matrix.finalize()
@@ -138,7 +141,7 @@ class RowParallelLinear(Layer):
         """residual + x W^T + b. The residual is overwritten: use only what is returned."""
         if self.context.tp.size == 1:
             return self.matrix.linear_add(x, residual, self.bias)
-        return self.behind.sum_over_ranks(self.context.tp, self._part(x), residual)
+        return self.sum.add_to(self._part(x), residual)
 
     def _part(self, x: Tensor) -> Tensor:
         return self.matrix.linear(x, self.bias if self.context.tp.rank == 0 else None)

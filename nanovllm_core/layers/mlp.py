@@ -28,7 +28,7 @@ class GatedMLP(nn.Module):
 
     def announce(self, norm: RMSNorm) -> None:
         """`norm` is the next reader of the sum."""
-        self.down_proj.behind.norm = norm
+        self.down_proj.sum.norm = norm
 
     def forward(self, residual_TE: Tensor, norm: RMSNorm) -> Tensor:
         """residual + MLP(norm(residual)). The residual is overwritten."""

@@ -138,7 +138,7 @@ MUTATIONS = [
             "experts.py",
             "ranks keep their parts",
             SPLIT,
-            ("self.behind.sum_over_ranks(self.tp, y_TE, residual_TE)", "residual_TE.add_(y_TE)"),
+            ("self.sum.add_to(y_TE, residual_TE)", "residual_TE.add_(y_TE)"),
         ),
     ),
     (
