@@ -41,6 +41,7 @@ ATTENTION = "class SelfAttention(nn.Module):"
 PLAIN = """class _Plain:
     def __init__(self, norm):
         self.factors, self.eps = norm.weight, norm.eps
+        self.take = norm.take
 
 
 """
