@@ -8,6 +8,7 @@ beside cuBLAS; its table, measured on an H200, is what the numbers below are set
 |---|---|---|
 | 1; 2 where the weight is small, or in float32 | any | vector: whole weight rows in registers |
 | .. TILE_ROWS | float16, bfloat16 | tile: tensor cores, the inputs split where outputs are few |
+| 33 .. TILE_ROWS, for 67 to 95 tiles of too few inputs to split | as above | cuBLAS |
 | all others, or MAX_OUTPUTS exceeded | any | cuBLAS, norm and activation as kernels of their own |
 
 Rows of a weight of more than MAX_VECTOR_BYTES take the line below; so does float32 from 3 rows on.
@@ -35,12 +36,16 @@ MAX_OUTPUTS = 65536
 _PROGRAMS = 132
 """Programs that fill a GPU: the multiprocessors of an H100 or H200. A guide, not a limit."""
 
-_WIDE_OUTPUTS = 2560
-"""Outputs for which tiles of 64 are narrow enough."""
+_FEW_ROWS = 32
+"""Up to so many, a stage takes so little shared memory that twice as many programs are resident."""
+_NARROW_OUTPUTS = {True: 1024, False: 1536}
+"""Fewer outputs, with few rows and with more, take tiles of 32: x is the wide operand then."""
 _WHOLE_TILES = 96
 """So many tiles are not split: the exchange of parts costs more than idle multiprocessors."""
-_PART_STEPS = 8
-"""Steps of a wide tile that pay for the exchange of a part."""
+_PART_STEPS = 4
+"""Least steps of a part, where most multiprocessors would be idle."""
+_PARTS_STEPS = {True: (4, 8), False: (8, 20)}
+"""The same with few rows and with more, where half of them would be idle, and where fewer would."""
 _VECTOR_WEIGHTS = 8192
 """Weights of a vector program, where that makes enough rows."""
 _WARP_BYTES = 8192
@@ -83,9 +88,12 @@ def choose(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> LinearPl
         return _vector_plan(inputs, dtype)
     if not half:
         return None
-    if outputs < _WIDE_OUTPUTS:
-        return _narrow_tile_plan(rows, outputs, inputs)
-    return _wide_tile_plan(rows, outputs, inputs)
+    few_rows, tiles, steps = rows <= _FEW_ROWS, -(-outputs // 64), -(-inputs // 128)
+    if outputs < _NARROW_OUTPUTS[few_rows]:
+        return _narrow_tile_plan(few_rows, outputs, inputs)
+    if tiles < _WHOLE_TILES:
+        return _split_tile_plan(few_rows, tiles, steps)
+    return _whole_tile_plan(few_rows, tiles)
 
 
 def _vector_plan(inputs: int, dtype: torch.dtype) -> VectorPlan:
@@ -94,35 +102,44 @@ def _vector_plan(inputs: int, dtype: torch.dtype) -> VectorPlan:
     return VectorPlan(block_n, max(block_n * padded * dtype.itemsize // _WARP_BYTES, 1))
 
 
-def _narrow_tile_plan(rows: int, outputs: int, inputs: int) -> TilePlan:
-    """As many parts as give every multiprocessor a program.
+def _narrow_tile_plan(few_rows: bool, outputs: int, inputs: int) -> TilePlan:
+    """As many parts as give every multiprocessor a program, of two steps or four at least."""
+    block_k, num_stages, least = (256, 3, 2) if few_rows else (128, 4, 4)
+    splits = min(_PROGRAMS // -(-outputs // 32), -(-inputs // block_k) // least)
+    return TilePlan(32, block_k, max(splits, 1), num_warps=4, num_stages=num_stages)
 
-    At least two steps to a part, or the loads of a single one would not be pipelined. Above 32
-    rows x is the wide operand, and steps are shorter, so that four fit in shared memory.
+
+def _split_tile_plan(few_rows: bool, tiles: int, steps: int) -> TilePlan | None:
+    """A program or two for each multiprocessor, by parts of the inputs, where parts are long."""
+    half_idle = 2 * tiles <= _PROGRAMS
+    splits = (2 if few_rows or not half_idle else 1) * _PROGRAMS // tiles
+    if 3 * tiles <= _PROGRAMS:
+        splits = max(min(splits, steps // _PART_STEPS), 1)
+    elif steps < splits * _PARTS_STEPS[few_rows][not half_idle]:
+        if not few_rows and not half_idle:
+            return None
+        splits = 1
+    num_stages = 4 if few_rows or tiles * splits <= _PROGRAMS else 3
+    return TilePlan(block_n=64, block_k=128, splits=splits, num_warps=4, num_stages=num_stages)
+
+
+def _whole_tile_plan(few_rows: bool, tiles: int) -> TilePlan:
+    """Up to two programs for each multiprocessor: long steps. More: the tiles that waste less.
+
+    Programs of short steps are resident three at a time; of four long stages, or of twice the
+    outputs, two.
     """
-    block_k, num_stages, least = (256, 3, 2) if rows <= 32 else (128, 4, 4)
-    splits = _splits(_PROGRAMS, -(-outputs // 32), -(-inputs // block_k), least=least)
-    return TilePlan(32, block_k, splits, num_warps=4, num_stages=num_stages)
+    if tiles <= 2 * _PROGRAMS:
+        num_stages = 4 if few_rows or tiles <= _PROGRAMS else 3
+        return TilePlan(block_n=64, block_k=128, splits=1, num_warps=4, num_stages=num_stages)
+    by_three = _waste(tiles, 3 * _PROGRAMS)
+    if few_rows:
+        num_stages = 3 if by_three <= _waste(tiles, 2 * _PROGRAMS) else 4
+        return TilePlan(block_n=64, block_k=128, splits=1, num_warps=4, num_stages=num_stages)
+    block_n = 64 if by_three <= _waste(-(-tiles // 2), 2 * _PROGRAMS) else 128
+    return TilePlan(block_n=block_n, block_k=64, splits=1, num_warps=4, num_stages=4)
 
 
-def _wide_tile_plan(rows: int, outputs: int, inputs: int) -> TilePlan:
-    """A whole number of programs for each multiprocessor, all of them resident at once.
-
-    To 32 rows two programs of four stages fit in the shared memory of a multiprocessor, or three of
-    less; above, one program, two with three stages, or three with steps of half the inputs.
-    """
-    tiles, steps = -(-outputs // 64), -(-inputs // 128)
-    few_rows = rows <= 32
-    block_k, splits, num_stages = 128, 1, 4
-    if tiles < _WHOLE_TILES:
-        per_processor = 1 if not few_rows and 2 * tiles <= _PROGRAMS else 2
-        splits = _splits(per_processor * _PROGRAMS, tiles, steps, least=_PART_STEPS)
-        num_stages = 4 if few_rows or tiles * splits <= _PROGRAMS else 3
-    elif 2 * _PROGRAMS < tiles <= 3 * _PROGRAMS:
-        block_k, num_stages = (128, 3) if few_rows else (64, 4)
-    return TilePlan(block_n=64, block_k=block_k, splits=splits, num_warps=4, num_stages=num_stages)
-
-
-def _splits(programs: int, tiles: int, steps: int, *, least: int) -> int:
-    """Parts of a tile that make no more than `programs` of all, of at least so many steps each."""
-    return max(min(programs // tiles, steps // least), 1)
+def _waste(tiles: int, resident: int) -> float:
+    """Places of programs in all waves, for each tile."""
+    return -(-tiles // resident) * resident / tiles

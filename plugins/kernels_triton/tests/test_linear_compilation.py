@@ -24,10 +24,11 @@ ROUTERS = {  # of Qwen3-30B-A3B, DeepSeek-V2-Lite and V3
     "64-router": (64, 2048, "router"),
     "256-router": (256, 7168, "router"),
 }
-LARGE = {  # of 8B and, the last, of 32B
+LARGE = {  # of 8B and 32B
     "8b-qkv": (6144, 4096, "norm"),
     "8b-gate_up": (24576, 4096, "gated"),
     "8b-down": (4096, 12288, "add"),
+    "32b-gate_up": (51200, 5120, "gated"),
     "32b-down": (5120, 25600, "add"),
 }
 

@@ -245,9 +245,26 @@ def test_few_outputs_of_long_rows_are_shared_by_several_programs(rows: int, inpu
     """Fewer tiles than multiprocessors would leave most of them without a weight to stream."""
     for outputs in (1024, 2048, 2560, 4096, 5120):
         plan = choose(rows, outputs, inputs, torch.bfloat16)
+        if plan is None:
+            assert (rows, outputs) == (64, 5120), "the one case of these in which cuBLAS is faster"
+            continue
         assert isinstance(plan, TilePlan)
         programs = -(-outputs // plan.block_n) * plan.splits
         assert programs >= 120 or -(-inputs // plan.block_k) // plan.splits < 16
+
+
+@given(rows=st.integers(33, TILE_ROWS), tiles=st.integers(265, 1024))
+def test_tiles_of_many_outputs_do_not_begin_a_wave_that_others_would_not_need(
+    rows: int, tiles: int
+) -> None:
+    """Of the two kinds of tiles, the one with fewer idle places in its last wave is taken."""
+    plan = choose(rows, tiles * 64, 4096, torch.bfloat16)
+    assert isinstance(plan, TilePlan)
+    resident = {64: 3 * 132, 128: 2 * 132}
+    idle = {
+        block_n: -(-(tiles * 64) // (block_n * n)) * block_n * n for block_n, n in resident.items()
+    }
+    assert idle[plan.block_n] <= min(idle.values()) + 64
 
 
 @pytest.mark.gpu
