@@ -213,6 +213,8 @@ class CausalLM(Protocol):
     def forward(self, input_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         """Token ids and positions, int32 or int64 [T] -> hidden states [T, E], normed.
 
+        Or of the tokens alone that `AttentionLayer.keep_sampled` has left, if the model called it.
+
         Decoding rows come first, one token each, then prompt chunks, packed. Tokens of padding have
         a valid id and position, and what they bring is ignored; it may be NaN behind the first
         attention, so no token may depend on another but through attention. The result has the

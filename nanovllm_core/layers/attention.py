@@ -27,6 +27,13 @@ class AttentionRuntime(Protocol):
     ) -> Tensor:
         """Queries and the rows to cache, neither normed nor rotated -> [T, H·V]."""
 
+    def keep_sampled(self, layer: AttentionLayer, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Of tensors [T, ...] the S tokens that the step samples from, if `layer` is the last.
+
+        What follows it then sees no others. A runtime may keep all.
+        """
+        return tensors
+
 
 class AttentionLayer(Layer):
     """The base of layers that read the KV cache: in the order of the model's modules, one each.
@@ -59,6 +66,16 @@ class AttentionLayer(Layer):
         """Called once by the runner, before the first forward."""
         self._runtime = runtime
         self.layer_index = layer_index
+
+    def keep_sampled(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Of tensors [T, ...], behind this layer's attention, the tokens that are still needed.
+
+        Behind the model's last attention layer those are the S tokens that the step samples from:
+        the last of each prompt chunk, and all that decode. A model that calls it does so wherever
+        no token depends on another any more once this layer is the last one, and carries on with
+        what it gets. New tensors where not all tokens are kept.
+        """
+        return self.runtime.keep_sampled(self, *tensors)
 
 
 class Attention(AttentionLayer):

@@ -13,7 +13,8 @@ What makes it work on every backend, kernel set and number of ranks, and inside 
 - `norm_linear`, `linear_add` and `gated_mlp` do norm, product, activation and residual together.
   Which kernels run behind them is the kernel set's business.
 
-Shape suffixes: T tokens, E hidden size, V vocabulary, X packed q, k, v.
+Shape suffixes: T tokens, S those of them that are still needed behind attention: in the last layer
+the tokens that the step samples from. E hidden size, V vocabulary, X packed q, k, v.
 """
 
 from __future__ import annotations
@@ -77,9 +78,10 @@ class SelfAttention(nn.Module):
         self.o_proj.sum.norm = norm
 
     def forward(self, residual_TE: Tensor, norm: RMSNorm, positions_T: Tensor) -> Tensor:
-        """residual + attention(norm(residual)). The residual is overwritten."""
+        """residual + attention(norm(residual)) [S, E]. The residual is overwritten."""
         qkv_TX = norm_linear(residual_TE, norm, self.qkv_proj)
-        return linear_add(self.attn(qkv_TX, positions_T), self.o_proj, residual_TE)
+        out_SX, residual_SE = self.attn.keep_sampled(self.attn(qkv_TX, positions_T), residual_TE)
+        return linear_add(out_SX, self.o_proj, residual_SE)
 
 
 class DecoderLayer(nn.Module):
@@ -96,9 +98,9 @@ class DecoderLayer(nn.Module):
 
     def forward(self, residual_TE: Tensor, positions_T: Tensor) -> Tensor:
         """The residual is overwritten on the way: only what is returned counts."""
-        residual_TE = self.self_attn(residual_TE, self.input_layernorm, positions_T)
-        out_TE: Tensor = self.mlp(residual_TE, self.post_attention_layernorm)
-        return out_TE
+        residual_SE = self.self_attn(residual_TE, self.input_layernorm, positions_T)
+        out_SE: Tensor = self.mlp(residual_SE, self.post_attention_layernorm)
+        return out_SE
 
 
 class Decoder(nn.Module):
@@ -221,9 +223,9 @@ class DecoderForCausalLM(nn.Module):
         )
 
     def forward(self, input_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Token ids and positions [T] -> normed hidden states [T, E]; see `CausalLM.forward`."""
-        hidden_TE: Tensor = self.model(input_ids_T, positions_T)
-        return hidden_TE
+        """Token ids and positions [T] -> normed hidden states [S, E]; see `CausalLM.forward`."""
+        hidden_SE: Tensor = self.model(input_ids_T, positions_T)
+        return hidden_SE
 
     def compute_logits(self, hidden_TE: Tensor, out_TV: Tensor | None = None) -> Tensor:
         """Hidden states -> logits [T, V], in `out_TV` where given; `CausalLM.compute_logits`."""

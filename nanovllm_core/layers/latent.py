@@ -117,10 +117,10 @@ class LatentAttention(AttentionLayer):
         self.o_proj.sum.norm = norm
 
     def forward(self, residual_TE: Tensor, norm: RMSNorm, positions_T: Tensor) -> Tensor:
-        """residual + attention(norm(residual)); positions int32 or int64 [T].
+        """residual + attention(norm(residual)) [S, E]; positions int32 or int64 [T].
 
-        The residual is overwritten: only what is returned counts. InconsistentStateError where the
-        layer was not bound yet.
+        S are the tokens that `keep_sampled` leaves. The residual is overwritten: only what is
+        returned counts. InconsistentStateError where the layer was not bound yet.
         """
         qkv_TX = norm_linear(residual_TE, norm, self.qkv_a_proj)
         q_TX, rows_TR = qkv_TX.split((self.qkv_a_proj.q_size, self._shape.head_size), dim=-1)
@@ -128,7 +128,8 @@ class LatentAttention(AttentionLayer):
             q_TX = norm_linear(q_TX, self.q_a_layernorm, self.q_b_proj)
         q_THD = q_TX.unflatten(-1, (-1, self._key_size))
         out_TX = self.runtime.attend_latent(self, q_THD, rows_TR, positions_T)
-        return linear_add(out_TX, self.o_proj, residual_TE)
+        out_SX, residual_SE = self.keep_sampled(out_TX, residual_TE)
+        return linear_add(out_SX, self.o_proj, residual_SE)
 
     # What a runtime calls. Rows are as `KernelSet.prepare_latent` stores them.
 

@@ -104,17 +104,28 @@ class PagedAttention:
         slot_mapping_GT: Tensor,
         decode: Sequence[DecodeMetadata] = (),
         prefill: Sequence[PrefillMetadata] = (),
+        sampled_S: Tensor | None = None,
     ) -> None:
         """Plan a step of decode tokens, then packed prompt chunks; the layers run next.
 
         What is given of a phase is one for each group; none where the step has none of the phase.
+        `sampled_S`: the indices of the tokens that the step samples from, None for all.
         """
+        self._sampled, self.has_kept_sampled = sampled_S, False
         for group, one in zip(self.groups, decode, strict=bool(decode)):
             group.decode.plan_decode(one)
         self._slots, self._decode, self._prefill = slot_mapping_GT.unbind(), decode, prefill
         num_decode = decode[0].num_rows if decode else 0
         for group, chunks, slots_T in zip(self.groups, prefill, self._slots, strict=bool(prefill)):
             group.plan_prefill(chunks, slots_T[num_decode:])
+
+    def keep_sampled(self, layer: AttentionLayer, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """See `AttentionRuntime`. All tokens are kept where those to sample from are no fewer."""
+        sampled, is_last = self._sampled, layer.layer_index == len(self._layers) - 1
+        if sampled is None or not is_last or len(sampled) >= len(tensors[0]):
+            return tensors
+        self.has_kept_sampled = True
+        return tuple(x.index_select(0, sampled) for x in tensors)
 
     def attend(self, layer: Attention, qkv_TX: Tensor, positions_T: Tensor) -> Tensor:
         """Packed qkv of one layer -> attention output [T, num_heads * head_size]."""

@@ -384,11 +384,13 @@ class ModelRunner:
             self.ops.prepare_decode(self.tables, step.decode)
             decode = step.decode.decode_metadata(self.max_model_len)
         self.ops.prepare_prefill(self.tables, step.chunks.chunks, step.prefill, step.max_query_len)
-        self.attention.begin_step(inputs.slot_mapping, decode, step.prefill_metadata())
-        hidden = self._module.forward(inputs.input_ids, inputs.positions)
         ends = step.chunks.query_start_loc[1:] + (num_decode - 1)
         last = torch.cat([self._entries[:num_decode], ends])
-        self._sample(hidden.index_select(0, last), inputs, skip=step.chunks.skip_sampler)
+        self.attention.begin_step(inputs.slot_mapping, decode, step.prefill_metadata(), last)
+        hidden = self._module.forward(inputs.input_ids, inputs.positions)
+        if not self.attention.has_kept_sampled:
+            hidden = hidden.index_select(0, last)
+        self._sample(hidden, inputs, skip=step.chunks.skip_sampler)
 
     # -- sampling ---------------------------------------------------------------------------------
 

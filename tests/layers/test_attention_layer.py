@@ -9,7 +9,7 @@ from torch import Tensor
 from nanovllm_core.errors import InconsistentStateError
 from nanovllm_core.interfaces.kernels import QKPrep
 from nanovllm_core.kernels import TorchKernels
-from nanovllm_core.layers import Attention, LayerContext, SingleRank
+from nanovllm_core.layers import Attention, AttentionRuntime, LayerContext, SingleRank
 from nanovllm_kit.dense_attention import DenseRuntime
 from nanovllm_kit.numerics import assert_close_report
 
@@ -23,7 +23,7 @@ def make_layer(*, sliding_window: int | None = None, soft_cap: float | None = No
     return Attention(context, prep, scale=0.5, sliding_window=sliding_window, soft_cap=soft_cap)
 
 
-class RecordingRuntime:
+class RecordingRuntime(AttentionRuntime):
     def __init__(self) -> None:
         self.calls: list[tuple[Attention, Tensor, Tensor]] = []
 

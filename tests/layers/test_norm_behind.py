@@ -12,6 +12,7 @@ from nanovllm_core.api import Routing
 from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.layers import (
     Attention,
+    AttentionRuntime,
     DecoderConfig,
     GatedMLP,
     LayerContext,
@@ -32,7 +33,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-class FirstHeads:
+class FirstHeads(AttentionRuntime):
     """An attention that returns its queries."""
 
     def attend(self, layer: Attention, qkv_TX: Tensor, positions_T: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from nanovllm_core.interfaces.plan import (
     StepResult,
 )
 from nanovllm_core.interfaces.sampler import SamplerContext
+from nanovllm_core.layers import AttentionLayer
 from nanovllm_core.selection.startup import start
 from nanovllm_core.worker import logits, runner as runner_module, sampler_tail as sampler
 from nanovllm_core.worker.executor import SingleProcessExecutor
@@ -184,6 +185,29 @@ def test_padding_neither_writes_nor_reads_block_0(
     assert generate(started, rows) == expected
     assert started.blocks[:, :, others].isnan().all()
     assert not started.blocks[:, :, owned].isnan().any()
+
+
+def test_behind_its_attention_the_last_layer_sees_no_token_but_those_that_are_sampled_from(
+    started: Started, expected: list[list[int]]
+) -> None:
+    """Of 23 prompt tokens three, padded as entries are; the layer before it sees them all."""
+    model = cast(Any, started.runner.model.module).model
+    rows: dict[str, list[int]] = {}
+    for name, layer in (("first", model.layers[0]), ("last", model.layers[-1])):
+        seen = rows[name] = []
+        layer.mlp.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(len(args[0])))
+    assert generate(started, (1, 5, 2)) == expected
+    assert rows["first"][0] >= 23
+    assert rows["last"][0] == (3 if started.runner.prompt_sizes == () else 16)
+    assert rows["last"][1:] == rows["first"][1:], "a decode step samples from every token"
+
+
+def test_a_model_that_keeps_all_tokens_to_its_end_is_sampled_at_the_same_ones(
+    started: Started, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No model has to ask which tokens are needed."""
+    monkeypatch.setattr(AttentionLayer, "keep_sampled", lambda self, *tensors: tensors)
+    assert generate(started, (1, 5, 2)) == expected
 
 
 def runs_what_it_planned(backend: Any, phase: str) -> None:

@@ -11,12 +11,17 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from nanovllm_core.layers import Attention, AttentionLayer, LatentAttention
+from nanovllm_core.layers import (
+    Attention,
+    AttentionLayer,
+    AttentionRuntime,
+    LatentAttention,
+)
 
 _BLOCK_SIZE = 16
 
 
-class DenseRuntime:
+class DenseRuntime(AttentionRuntime):
     """Runs every attention layer of a model over its own KV cache of sequences of up to `max_len`.
 
     Calls continue a sequence: tokens are stored at their positions, and each attends to all

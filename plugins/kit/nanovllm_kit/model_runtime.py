@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from nanovllm_core.config import bucket_sizes
-from nanovllm_core.layers import Attention, AttentionLayer, LatentAttention, Router
+from nanovllm_core.layers import (
+    Attention,
+    AttentionLayer,
+    AttentionRuntime,
+    LatentAttention,
+    Router,
+)
 from nanovllm_kit.numerics import relative_norm_error
 from nanovllm_kit.recording import record
 from nanovllm_kit.reference_model import ReferenceCheckpoint, load_model, run_model
@@ -18,7 +24,7 @@ HALF_ERROR_FACTOR, HALF_ERROR = 1.5, 1e-3
 """bfloat16 logits may be so many times as far off as transformers' own, and so much further."""
 
 
-class _OwnToken:
+class _OwnToken(AttentionRuntime):
     """Attention of every token to itself only: no cache, and no number that the host must know."""
 
     def attend(self, layer: Attention, qkv_TX: Tensor, positions_T: Tensor) -> Tensor:
