@@ -5,8 +5,10 @@ sliding window, once; every prompt token is multiplied with the weights of all l
 experts of a mixture a step reads those that its tokens choose: as many as were counted, or else as
 are expected of an even choice. A token is multiplied with its own. The floor divides these by the
 rates that the device was measured at, and leaves out everything else: activations, writes,
-sampling, launches, the host. No engine reaches it as a whole, and its share says how far one is; a
-kernel that only reads can exceed the rate of a copy by a few percent.
+sampling, launches, the host. A model that computes only the sampled tokens at its end, as ours do,
+skips up to one layer's products of all others, which are counted. No engine reaches it as a whole,
+and its share says how far one is; a kernel that only reads can exceed the rate of a copy by a few
+percent.
 """
 
 from __future__ import annotations
