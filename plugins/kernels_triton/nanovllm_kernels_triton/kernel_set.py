@@ -27,7 +27,7 @@ from nanovllm_kernels_triton.elementwise import embed_kernel, rms_norm_kernel, s
 from nanovllm_kernels_triton.experts import run_experts
 from nanovllm_kernels_triton.linear import LinearLauncher
 from nanovllm_kernels_triton.linear_choice import LinearPlan, TilePlan, choose
-from nanovllm_kernels_triton.norm_route import choose_norm_route, run_norm_route
+from nanovllm_kernels_triton.norm_route import choose_norm_route, empty_logits, run_norm_route
 from nanovllm_kernels_triton.per_head import is_for_few_rows, run_linear_per_head
 from nanovllm_kernels_triton.prepare_latent import prepare_latent
 from nanovllm_kernels_triton.prepare_qkv import prepare_qkv_kernel
@@ -55,10 +55,12 @@ class TritonKernels(TorchKernels, RoutingKernels, GatedKernels):
         super().__init__()
         self._linears = LinearLauncher(dependent_launch=dependent_launch)
         self._options = launch_options(dependent_launch)
+        self._logits: Tensor | None = None
 
     def allocate(self, device: torch.device) -> None:
-        """Make what the first product would make otherwise, so that a capture may be the first."""
+        """Make what the first call would make otherwise, so that a capture may be the first."""
         self._linears.allocate(device)
+        self._logits = empty_logits(device)
 
     def compile_ahead(self) -> CompileAhead:
         """See `CompilingKernels`."""
@@ -230,9 +232,12 @@ class TritonKernels(TorchKernels, RoutingKernels, GatedKernels):
         plan = choose_norm_route(len(x_TE), num_experts, hidden, x_TE.dtype.itemsize)
         if plan is None:
             return None
-        tickets = self._linears.tickets(x_TE.device)
+        passed = self._logits
+        if passed is None:
+            self._linears.tickets(x_TE.device)  # refuses to be made in a capture, as this must
+            passed = self._logits = empty_logits(x_TE.device)
         return run_norm_route(
-            plan, x_TE, norm_weight_E, eps, weight_NE, routing, bias_N, tickets, self._options
+            plan, x_TE, norm_weight_E, eps, weight_NE, routing, bias_N, passed, self._options
         )
 
     def experts(

@@ -129,11 +129,11 @@ def norm_route_job(num_experts: int, hidden: int, routing: Routing, dtype: str =
     plan = choose_norm_route(1, num_experts, hidden, 4 if dtype == "fp32" else 2)
     assert plan is not None
     arrays = dict.fromkeys(("x_ptr", "norm_weight_ptr", "weight_ptr", "normed_ptr"), f"*{dtype}:16")
-    floats = dict.fromkeys(("bias_ptr", "logits_ptr", "weights_ptr"), "*fp32:16")
+    floats = dict.fromkeys(("bias_ptr", "weights_ptr"), "*fp32:16")
     return AotJob(
         kernel="nanovllm_kernels_triton.norm_route:norm_route_kernel",
         signature={
-            **arrays, **floats, "ids_ptr": "*i32:16", "tickets_ptr": "*i32:16", "x_stride": "i32:16"
+            **arrays, **floats, "ids_ptr": "*i32:16", "passed_ptr": "*i32:16", "x_stride": "i32:16"
         },
         constexprs={
             "EPS": 1e-6, "INPUTS": hidden, "EXACT": routing.exact_logits,
@@ -298,7 +298,7 @@ def test_a_router_s_weights_are_on_their_way_before_the_wait(
 
 
 def test_one_warp_chooses_experts_without_barriers(reports: dict[str, AotReport]) -> None:
-    """Of a row that one warp can hold; what is left are those around the ticket."""
+    """Of a row that one warp can hold; what is left are those behind loads and polls."""
     for name in ("norm_route-30b-a3b", "norm_route-v2-lite"):
         assert JOBS[name].num_warps == 1
         assert reports[name].ptx.count("bar.sync") <= 4

@@ -12,7 +12,12 @@ from torch import Tensor
 from nanovllm_core.api import Routing
 from nanovllm_core.kernels import TorchKernels
 from nanovllm_kernels_triton.kernel_set import TritonKernels
-from nanovllm_kernels_triton.norm_route import MOST_ROWS, choose_norm_route
+from nanovllm_kernels_triton.norm_route import (
+    MOST_EXPERTS,
+    MOST_ROWS,
+    choose_norm_route,
+    empty_logits,
+)
 from nanovllm_kit.numerics import assert_close_report
 
 CUDA = torch.cuda.is_available()
@@ -64,7 +69,8 @@ def test_routers_of_models_choose_as_three_kernels_do(name: str, dtype: torch.dt
     expected = reference.route(reference.linear(normed, weight, None, out), routing, bias)
     assert torch.equal(ids[0], expected[1][0])
     torch.testing.assert_close(weights[0], expected[0][0], rtol=3e-2, atol=1e-6)
-    assert not kernels._linears.tickets(DEVICE).any()
+    assert kernels._logits is not None
+    assert torch.equal(kernels._logits, empty_logits(DEVICE))
 
 
 def test_few_rows_that_registers_hold_take_one_kernel() -> None:
@@ -74,6 +80,8 @@ def test_few_rows_that_registers_hold_take_one_kernel() -> None:
             assert choose_norm_route(rows, num_experts, hidden, itemsize) is not None
     assert choose_norm_route(MOST_ROWS + 1, 128, 2048, 2) is None
     assert choose_norm_route(1, 256, 7168, 4) is None
+    assert choose_norm_route(1, MOST_EXPERTS, 1024, 2) is not None
+    assert choose_norm_route(1, MOST_EXPERTS + 1, 1024, 2) is None
 
 
 @pytest.mark.parametrize("num_experts", [8, 64, 128, 160, 256, 512])
@@ -86,7 +94,7 @@ def test_a_row_has_no_more_programs_than_multiprocessors(num_experts: int) -> No
 
 
 def test_a_row_has_the_same_bits_beside_others() -> None:
-    """Each has programs and a ticket of its own."""
+    """Each has programs of its own, and logits that pass apart."""
     x, norm, weight = random(MOST_ROWS, 100), random(100, seed=1), random(20, 100, seed=2) / 10
     routing, kernels = Routing(top_k=3, num_shared=1), TritonKernels()
     together = kernels.norm_route(x, norm, EPS, weight, routing)
