@@ -47,6 +47,8 @@ MATMUL_RATE = 8e14
 STREAMED_BYTES = 320e6
 """Weights in rotation: several times the L2 cache."""
 MULTIPROCESSORS = 132
+SHARED_BYTES = 226 * 1024
+"""Of a multiprocessor, for the stages of its programs."""
 EPS, DTYPE, DEVICE = 1e-6, torch.bfloat16, torch.device("cuda")
 
 MODELS = {  # hidden size, inputs of o_proj, outputs of qkv, intermediate size
@@ -57,6 +59,8 @@ MODELS = {  # hidden size, inputs of o_proj, outputs of qkv, intermediate size
     "14B": (5120, 5120, 7168, 17408),
     "32B": (5120, 8192, 10240, 25600),
     "Llama-8B": (4096, 4096, 6144, 14336),
+    "32B/2": (5120, 4096, 5120, 12800),  # of one of two ranks
+    "32B/4": (5120, 2048, 2560, 6400),
 }
 KERNELS, LAUNCHER = TritonKernels(dependent_launch=True), LinearLauncher(dependent_launch=True)
 
@@ -93,7 +97,7 @@ def floor_of(size: float, rows: int) -> float:
 
 
 def candidates(product: Product, rows: int) -> Iterator[LinearPlan]:
-    """Plans worth a measurement: 16 to 128 weights a thread, one to four programs a processor.
+    """Plans worth a measurement: 16 to 128 weights a thread; up to three programs a processor.
 
     None above TILE_ROWS, where cuBLAS computes all products.
     """
@@ -106,13 +110,38 @@ def candidates(product: Product, rows: int) -> Iterator[LinearPlan]:
                 per_thread = block_n * padded // (32 * num_warps)
                 if block_n > (product.kind == "gated") and 32 <= per_thread <= 128:
                     yield VectorPlan(block_n, num_warps)
-    tiles = ((64, 128, 4, 3), (64, 128, 4, 4), (32, 256, 4, 3), (64, 64, 4, 4), (128, 64, 8, 4))
-    for block_n, block_k, num_warps, num_stages in tiles:
-        count, steps = -(-product.outputs // block_n), -(-product.inputs // block_k)
-        per_processor = (1, 2, 3) if rows <= 16 else (1, 2)
-        parts = {max(min(MULTIPROCESSORS * n // count, steps // 2), 1) for n in per_processor}
-        for splits in sorted(parts):
-            yield TilePlan(block_n, block_k, splits, num_warps, num_stages)
+    yield from dict.fromkeys(_tile_plans(product, max(16, 1 << (rows - 1).bit_length())))
+
+
+def _tile_plans(product: Product, block_m: int) -> Iterator[TilePlan]:
+    count, steps = -(-product.outputs // 64), -(-product.inputs // 128)
+    if count >= 96:
+        for per_processor in (1, 2, 3):
+            yield from _tile_plan(64, 128, 1, block_m, per_processor)
+        if block_m == 64:
+            yield from _tile_plan(64, 64, 1, block_m, 3)
+            yield from _tile_plan(128, 64, 1, block_m, 2)
+            yield from _tile_plan(128, 128, 1, block_m, 1)
+        if count < MULTIPROCESSORS:
+            yield from _tile_plan(64, 128, 2, block_m, 2)
+        return
+    for splits in (1, 2, 3, 4, 6, 8):
+        if steps // splits >= 2 and count * splits <= 3 * MULTIPROCESSORS:
+            per_processor = -(-count * splits // MULTIPROCESSORS)
+            yield from _tile_plan(64, 128, splits, block_m, per_processor)
+        if count < 40 and steps // splits >= 4 and count * splits <= MULTIPROCESSORS:
+            yield from _tile_plan(32, 256 if block_m < 64 else 128, splits, block_m, 1)
+
+
+def _tile_plan(
+    block_n: int, block_k: int, splits: int, block_m: int, per_processor: int
+) -> Iterator[TilePlan]:
+    """With as many stages as so many resident programs have memory for, from two to four."""
+    stage = (block_n + block_m) * block_k * DTYPE.itemsize
+    num_stages = min(SHARED_BYTES // per_processor // stage, 4)
+    if num_stages >= 2:
+        num_warps = 8 if block_n == block_k == 128 else 4
+        yield TilePlan(block_n, block_k, splits, num_warps, num_stages)
 
 
 class Case:
