@@ -165,7 +165,7 @@ def test_engines_and_others_never_take_more_than_their_shares_or_than_there_is(
         except OutOfMemoryError:
             continue
         assert num_blocks > 0
-        assert gpu.used + step <= 80
+        assert gpu.used + step <= 80 + 1e-6  # GiB: blocks are whole, and these are fractions
         assert gpu.used + step - before <= utilization * 80 + 1e-6
 
 
