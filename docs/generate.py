@@ -93,6 +93,25 @@ def edge_table() -> str:
     return table(("numbers of x", "kernels with dependent launch", "counter", "tags"), cells)
 
 
+def power_table() -> str:
+    """Power and clock of a GPU in the phases of a run."""
+    power = json.loads((BENCHMARKS / "results/h200/power.json").read_text())
+    limit, highest = power["limit_w"], power["highest_mhz"]
+    head = "Qwen3-32B nano, one H200", "power, of its limit", "clock, of the highest", "a step"
+    return table(
+        head,
+        [
+            (
+                one["phase"],
+                f"{one['watts']} of {limit} W",
+                f"{one['mhz']:,} of {highest:,} MHz",
+                f"{one['step_ms']:,.1f} ms",
+            )
+            for one in power["phases"]
+        ],
+    )
+
+
 def gathering_table() -> str:
     """What a dense copy of the blocks takes in one layer, by the shapes of a config.json."""
     file = BENCHMARKS / "configs" / "qwen3-0.6b" / "config.json"
@@ -268,6 +287,7 @@ DOCUMENTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
         "transformers on a cpu": partial(compare_table, CPU),
         "plots": plots,
         "edges": edge_table,
+        "power": power_table,
     },
     "attention_implementation.md": measured(ATTENTION),
 }
