@@ -168,12 +168,12 @@ MUTATIONS = [
         ("row = tl.load(rows_ptr + pair)", "row = pair"),
     ),
     bug(
-        "drawn tickets are not put back", "norm_route", ROUTES,
-        ("tl.store(tickets_ptr + token, 0)", "tl.store(tickets_ptr + token, 1)"),
+        "logits that have passed stay for the next layer", "norm_route", ROUTES,
+        ("tl.full(ids.shape, EMPTY, tl.int32)", "passed"),
     ),
     bug(
-        "all rows draw the tickets of the first", "norm_route", ROUTES,
-        ("tl.atomic_add(tickets_ptr + token, 1)", "tl.atomic_add(tickets_ptr, 1)"),
+        "the experts of all rows go to the first", "norm_route", ROUTES,
+        ("weights_ptr + first, ids_ptr + first", "weights_ptr, ids_ptr"),
     ),
     bug("exact logits are rounded", "norm_route", ROUTES, ("if not EXACT:", "if True:")),
     bug("logits are never rounded", "norm_route", ROUTES, ("if not EXACT:", "if False:")),

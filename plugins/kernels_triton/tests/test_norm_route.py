@@ -94,7 +94,7 @@ def test_a_row_has_no_more_programs_than_multiprocessors(num_experts: int) -> No
 
 
 def test_a_row_has_the_same_bits_beside_others() -> None:
-    """Each has programs of its own, and logits that pass apart."""
+    """Each has programs of its own, and logits that pass apart. None is left behind."""
     x, norm, weight = random(MOST_ROWS, 100), random(100, seed=1), random(20, 100, seed=2) / 10
     routing, kernels = Routing(top_k=3, num_shared=1), TritonKernels()
     together = kernels.norm_route(x, norm, EPS, weight, routing)
@@ -102,4 +102,6 @@ def test_a_row_has_the_same_bits_beside_others() -> None:
     assert together is not None
     assert alone is not None
     assert all(torch.equal(a[5:6], b) for a, b in zip(together, alone, strict=True))
+    assert kernels._logits is not None
+    assert torch.equal(kernels._logits, empty_logits(DEVICE))
     assert kernels.norm_route(random(MOST_ROWS + 1, 100), norm, EPS, weight, routing) is None
