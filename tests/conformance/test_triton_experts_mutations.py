@@ -57,6 +57,7 @@ class TestCopy:
             logits = logits if exact else logits.half().float()
             scores = logits.softmax(-1).gather(1, ids.long())
             torch.testing.assert_close(weights, scores, rtol=2e-5, atol=1e-7)
+            assert (kernels._logits == -1).all()  # no logit stays where it has passed
 
     @pytest.fixture(autouse=True)
     def few_programs(self, monkeypatch):
