@@ -209,14 +209,14 @@ MUTATIONS = [
     model(
         "the residual dropped",
         LOGITS,
-        ("self.o_proj, residual_TE)", "self.o_proj, residual_TE * 0)"),
+        ("self.o_proj, residual_SE)", "self.o_proj, residual_SE * 0)"),
     ),
     model(
         "the norm after attention skipped",
         LOGITS,
         (
-            "self.mlp(residual_TE, self.post_attention_layernorm)",
-            "self.mlp(residual_TE, self.input_layernorm)",
+            "self.mlp(residual_SE, self.post_attention_layernorm)",
+            "self.mlp(residual_SE, self.input_layernorm)",
         ),
     ),
     model(
