@@ -297,7 +297,8 @@ def measure_model(model: str, all_rows: Sequence[int], with_plans: bool) -> list
             known = plans.get(product, {})
             times = measure_product(case, list(known.values()))
             fastest[product] = known.get(min(times, key=lambda name: times[name]))
-            lines.append(_line(model, rows, product.name, product.size, times))
+            shape = {"outputs": product.outputs, "inputs": product.inputs}
+            lines.append(_line(model, rows, product.name, product.size, times) | shape)
         of: dict[str, dict[Product, LinearPlan | None]] = {
             "cuBLAS": dict.fromkeys(cases),
             "chosen": {product: _chosen(product, rows) for product in cases},
