@@ -39,7 +39,7 @@ _PROGRAMS = 132
 _FEW_ROWS = 32
 """Up to so many, a stage takes so little shared memory that twice as many programs are resident."""
 _NARROW_OUTPUTS = {True: 1024, False: 1536}
-"""Fewer outputs, with few rows and with more, take tiles of 32. With more, x is the wide operand."""
+"""Fewer outputs, with few rows and with more, take tiles of 32. With more, x is the wide side."""
 _WHOLE_TILES = 96
 """So many tiles are not split: the exchange of parts costs more than idle multiprocessors."""
 _PART_STEPS = 4
