@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -37,12 +34,15 @@ from nanovllm_core.frontend import (
     WaitIdle,
 )
 from nanovllm_engine_processes import wire
+from nanovllm_engine_processes.held_folder import sweep
 
 PARENT_SECONDS = 0.5
 """How often an engine's process looks whether the door's is still there."""
 LINGER_MS = 1000
+ENGINES_PREFIX = "nanovllm-engines-"
+"""Of the names of the folders in which engines have their sockets."""
 SHARE_PREFIX = "nanovllm-share-"
-"""Of the names of an `EngineShare`'s folder, in which `pid` has the process that shares."""
+"""Of the names of the folders of `EngineShare`."""
 REQUESTS = 0
 """The subscriber of all requests; each question has one of its own."""
 
@@ -66,16 +66,6 @@ def check_path(address: str) -> None:
             f"the path of a socket in the temporary folder {os.path.dirname(path)} has {size} "
             f"bytes, and may have {zmq.IPC_PATH_MAX_LEN}; set TMPDIR to a shorter folder"
         )
-
-
-def shares_of(pid: int) -> list[Path]:
-    """The folders in which a process shares an engine."""
-    found = []
-    for folder in Path(tempfile.gettempdir()).glob(f"{SHARE_PREFIX}*"):
-        with suppress(OSError, ValueError):  # another user's, or removed in the meantime
-            if folder.stat().st_uid == os.getuid() and int((folder / "pid").read_text()) == pid:
-                found.append(folder)
-    return found
 
 
 def main() -> None:
@@ -205,6 +195,6 @@ class EngineServer:
         while os.getppid() == self._parent:
             time.sleep(PARENT_SECONDS)
         # Nobody else is left to remove what it has made.
-        for folder in (Path(self._folder), *shares_of(self._parent)):
-            shutil.rmtree(folder, ignore_errors=True)
+        sweep(ENGINES_PREFIX)
+        sweep(SHARE_PREFIX)
         os.killpg(0, signal.SIGKILL)

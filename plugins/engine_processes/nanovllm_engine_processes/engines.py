@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import socket
-import tempfile
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -17,7 +14,8 @@ import zmq
 
 from nanovllm_core.api import EngineConfig, EngineError, NanoVLLMError
 from nanovllm_engine_processes import wire
-from nanovllm_engine_processes.child import check_path, inbox_of, outbox_of
+from nanovllm_engine_processes.child import ENGINES_PREFIX, check_path, inbox_of, outbox_of
+from nanovllm_engine_processes.held_folder import HeldFolder
 from nanovllm_engine_processes.plugin import ProcessesOptions
 from nanovllm_engine_processes.process import (
     EngineProcess,
@@ -52,9 +50,9 @@ class Engines:
         self._bell.setblocking(False)
         self._rope.setblocking(False)
         self._context = zmq.Context()
-        self._folder = tempfile.mkdtemp(prefix="nanovllm-engines-")  # readable by this user alone
         # A program may end before `close` has: a second Ctrl-C interrupts the wait for it.
-        self._remove_folder = weakref.finalize(self, _remove, self._folder, os.getpid())
+        self._held = HeldFolder(ENGINES_PREFIX)
+        self._folder = str(self._held.path)
         try:
             self._spawn(config)
         except BaseException:
@@ -196,10 +194,4 @@ class Engines:
         self._context.destroy(linger=0)
         self._bell.close()
         self._rope.close()
-        self._remove_folder()
-
-
-def _remove(folder: str, pid: int) -> None:
-    """Remove the sockets, unless this process is a fork of the one that has made them."""
-    if os.getpid() == pid:
-        shutil.rmtree(folder, ignore_errors=True)
+        self._held.remove()

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-import tempfile
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -36,6 +34,7 @@ from nanovllm_core.frontend import (
 )
 from nanovllm_engine_processes import wire
 from nanovllm_engine_processes.child import SHARE_PREFIX, check_path
+from nanovllm_engine_processes.held_folder import HeldFolder
 
 logger = logging.getLogger(__name__)
 
@@ -116,11 +115,12 @@ class EngineShare:
     """
 
     def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix=SHARE_PREFIX))  # this user's alone
+        self._held = HeldFolder(SHARE_PREFIX)
+        self.folder = self._held.path
         try:
             check_path(door_of(self.folder, LONGEST_DOOR))
         except EngineError:
-            self.folder.rmdir()
+            self._held.remove()
             raise
         (self.folder / "pid").write_text(str(os.getpid()))
         self._lock = threading.Lock()
@@ -160,7 +160,7 @@ class EngineShare:
                 self._end(name, EngineClosedError("the process that shares the engine closed it"))
         self._inbox.close(linger=0)
         self._context.term()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._held.remove()
 
     # -- from doors, on the share's thread
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm_engine_processes import child
 from nanovllm_engine_processes.sharing import EngineShare
 
 Folders = Callable[[], list[Path]]
@@ -75,17 +73,3 @@ def test_the_folder_of_a_share_is_removed_when_its_process_is_killed(folders: Fo
             time.sleep(0.05)
     finally:
         other.close()
-
-
-def test_the_shares_of_a_process_are_found_by_its_id(folders: Folders) -> None:
-    """Folders that hold something else, or nothing, are passed over."""
-    share = EngineShare()
-    try:
-        for name, content in (("a", "x"), ("b", "1"), ("c", None)):
-            folder = share.folder.with_name(f"nanovllm-share-{name}")
-            folder.mkdir()
-            if content is not None:
-                (folder / "pid").write_text(content)
-        assert child.shares_of(os.getpid()) == [share.folder]
-    finally:
-        share.close()

@@ -12,6 +12,7 @@ from starlette.routing import BaseRoute, Route, Router
 
 from nanovllm_core import AsyncLLM, EngineConfig
 from nanovllm_core.api import ConfigError
+from nanovllm_engine_processes.held_folder import HeldFolder
 from nanovllm_server.watch.exposition import (
     EngineCollector,
     HttpMetrics,
@@ -20,7 +21,6 @@ from nanovllm_server.watch.exposition import (
     make_registry,
 )
 from nanovllm_server.watch.facts import FactsEndpoints, LiveFacts, plugins_in_use
-from nanovllm_server.watch.folder import metrics_folder
 from nanovllm_server.watch.health import EngineMonitor, HealthEndpoints, close_within
 from nanovllm_server.watch.plugin import OPENTELEMETRY, PROMETHEUS
 from nanovllm_server.watch.route_plugins import RoutePlugins
@@ -35,19 +35,26 @@ if TYPE_CHECKING:
     from nanovllm_server.watch.settings import TracingSettings
 
 
+METRICS_PREFIX = "nanovllm-metrics-"
+"""Of the names of the folders in which servers count."""
+
+
 @contextmanager
 def observed(
     config: EngineConfig, tracing: TracingSettings | None = None
 ) -> Iterator[EngineConfig]:
     """The configuration with the server's observers. Their private folder goes at the end."""
-    with metrics_folder() as folder:
-        options = {"folder": str(folder)}
+    held = HeldFolder(METRICS_PREFIX)
+    try:
+        options = {"folder": str(held.path)}
         added: list[dict[str, Any]] = [{"name": PROMETHEUS.name, "options": options}]
         if tracing is not None:
             added.append({"name": OPENTELEMETRY.name, "options": tracing.model_dump()})
         values = {"model": config.model, "observers": added}
         ours = EngineConfig.model_validate(values).observers
         yield config.model_copy(update={"observers": (*config.observers, *ours)})
+    finally:
+        held.remove()
 
 
 def folder_of(config: EngineConfig) -> Path | None:

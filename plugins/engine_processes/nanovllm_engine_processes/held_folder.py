@@ -1,0 +1,53 @@
+"""A private folder that goes with its process, or when the next one of its kind is made.
+
+Its file `lock` is locked while the process lives. The system unlocks it however the process ends,
+and in whichever container it runs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import weakref
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from secrets import token_hex
+
+LOCK = "lock"
+
+
+class HeldFolder:
+    """A new folder for temporary files, readable by this user alone.
+
+    `remove` removes it, once; so does the end of the program, or of the last reference. Folders of
+    the same prefix whose processes were killed go now.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        sweep(prefix)
+        self.path = Path(tempfile.gettempdir()) / f"{prefix}{token_hex(8)}"
+        files = ExitStack()
+        # First, for a signal may end the process as soon as the folder is there.
+        self.remove = weakref.finalize(self, _remove, self.path, files, os.getpid())
+        self.path.mkdir(mode=0o700)
+        unlocked = self.path / f"{LOCK}.new"
+        file = files.enter_context(unlocked.open("w"))
+        fcntl.flock(file, fcntl.LOCK_EX)
+        unlocked.rename(self.path / LOCK)  # Nobody sees a lock that is not held yet.
+
+
+def _remove(path: Path, files: ExitStack, pid: int) -> None:
+    """Remove the folder, unless this process is a fork of the one that has made it."""
+    if os.getpid() == pid:
+        shutil.rmtree(path, ignore_errors=True)
+    files.close()
+
+
+def sweep(prefix: str) -> None:
+    """Remove the folders of the prefix whose processes have ended without removing them."""
+    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*/{LOCK}"):
+        with suppress(OSError), path.open("r+") as file:  # another user's, or one that is held
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path.parent, ignore_errors=True)

@@ -1,0 +1,70 @@
+"""A process's private folder: who removes it, and when."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from nanovllm_engine_processes.held_folder import HeldFolder
+
+PREFIX = "nanovllm-test-"
+PROGRAM = """\
+import os, signal, sys
+from nanovllm_engine_processes.held_folder import HeldFolder
+held = HeldFolder(sys.argv[1])
+(held.path / "1-x.values").write_text("counts")
+print(held.path, flush=True)
+os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGQUIT"])
+def test_the_folder_of_a_killed_process_goes_when_the_next_is_made(place: Path, name: str) -> None:
+    """And one of another prefix stays."""
+    program = [sys.executable, "-c", PROGRAM, PREFIX, name]
+    killed = subprocess.run(program, stdout=subprocess.PIPE, text=True, timeout=60)
+    left = Path(killed.stdout.strip())
+    assert killed.returncode < 0
+    assert left.parent == place
+    other = HeldFolder("nanovllm-other-")
+    assert {*place.iterdir()} == {left, other.path}
+    held = HeldFolder(PREFIX)
+    assert {*place.iterdir()} == {held.path, other.path}
+    held.remove()
+    assert [*place.iterdir()] == [other.path]
+
+
+def test_folders_beside_each_other_stay_until_they_are_removed(place: Path) -> None:
+    """So does one of which nobody knows whether its process runs."""
+    unknown = place / f"{PREFIX}unknown"
+    unknown.mkdir()
+    first, second = HeldFolder(PREFIX), HeldFolder(PREFIX)
+    assert {*place.iterdir()} == {first.path, second.path, unknown}
+    assert first.path.stat().st_mode & 0o777 == 0o700
+    second.remove()
+    second.remove()
+    assert {*place.iterdir()} == {first.path, unknown}
+    del first  # a program that ends drops it too
+    assert [*place.iterdir()] == [unknown]
+
+
+def test_a_fork_leaves_the_folder_of_its_parent(place: Path) -> None:
+    """It has the object, and removes it where it ends as Python does."""
+    held = HeldFolder(PREFIX)
+    if (child := os.fork()) == 0:
+        held.remove()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert held.path.is_dir()
