@@ -211,6 +211,32 @@ def test_text_in_bytes_decodes_the_same_in_pieces(byte_fallback, text, data):
     check_pushes(byte_fallback, [1 + byte for byte in text.encode()], data)
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    raw=st.lists(st.sampled_from(b"\x80\xbf\xe6\xf0\x97\xff"), min_size=20, max_size=60),
+    data=st.data(),
+)
+def test_long_runs_of_bytes_that_are_no_text_decode_the_same_in_pieces(tokenizer, raw, data):
+    """Also where some of them begin a character that never comes."""
+    tokens = byte_tokens()
+    check_pushes(tokenizer, [tokenizer.backend.token_to_id(tokens[byte]) for byte in raw], data)
+
+
+@pytest.mark.parametrize("kind", ["special", "unknown", "no text"])
+def test_ids_without_text_do_not_pile_up(tokenizer, kind):
+    """Each push decodes a few ids again, and not all since the last text."""
+    ids = {
+        "special": tokenizer.eos_token_ids[0],
+        "unknown": tokenizer.backend.get_vocab_size() + 7,
+        "no text": tokenizer.backend.token_to_id(byte_tokens()[0x80]),
+    }
+    detokenizer, text = tokenizer.detokenizer(), ""
+    for _ in range(200):
+        text += detokenizer.push([ids[kind]])
+        assert len(detokenizer._token_ids) - detokenizer._num_given <= 16
+    assert text + detokenizer.flush() == tokenizer.decode([ids[kind]] * 200)
+
+
 def test_detokenizers_of_one_tokenizer_do_not_mix(tokenizer):
     first, second = tokenizer.detokenizer(), tokenizer.detokenizer()
     hello, cafe = tokenizer.encode("hello"), tokenizer.encode("café")

@@ -219,7 +219,7 @@ class EngineConfig(Section):
     over a folder of that name without a checkpoint. If the folder holds a checkpoint too, write
     `./demo` for the folder or `demo:` for the plugin."""
     tokenizer: str | None = Field(default=None, min_length=1)
-    """The folder or hub name of the tokenizer, if not the model's own."""
+    """The folder of the tokenizer's files, if not the model's own."""
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_chat_template_kwargs)] = (
         Field(default_factory=dict)
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
+from typing import Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,12 @@ from nanovllm_core.engine.observation import EngineStats, Observation
 from nanovllm_core.engine.planner import PlannedStep, Planner
 from nanovllm_core.engine.prefix_cache import PagedKV
 from nanovllm_core.engine.request import Request, RequestState
-from nanovllm_core.engine.request_factory import RequestFactory, sample_ids
+from nanovllm_core.engine.request_factory import (
+    RequestBatch,
+    RequestFactory,
+    RequestOptions,
+    sample_ids,
+)
 from nanovllm_core.engine.rows import RowTable
 from nanovllm_core.engine.scheduler import NamedScheduler
 from nanovllm_core.errors import (
@@ -124,12 +130,7 @@ class Engine:
         request_id: str,
         prompt_token_ids: Sequence[int] | NDArray[np.integer],
         params: SamplingParams,
-        *,
-        stream: bool = False,
-        searched: bool = False,
-        cache_salt: bytes = b"",
-        labels: Mapping[str, str] | None = None,
-        output_token_ids: Sequence[int] = (),
+        **options: Unpack[RequestOptions],
     ) -> None:
         """Queue a request; its deltas come from `step()`, for each sample its own.
 
@@ -145,9 +146,28 @@ class Engine:
         requests go on. An error of the scheduler ends the engine, as any error in `step()`,
         `abort()` or `reset_prefix_cache()` does.
         """
+        batch = RequestBatch()
+        self.prepare(batch, request_id, prompt_token_ids, params, **options)
+        self.enqueue(batch)
+
+    def prepare(
+        self,
+        batch: RequestBatch,
+        request_id: str,
+        prompt_token_ids: Sequence[int] | NDArray[np.integer],
+        params: SamplingParams,
+        **options: Unpack[RequestOptions],
+    ) -> None:
+        """Check a request, as `add_request` does, and put it into a batch.
+
+        The engine knows nothing of it before `enqueue`; no other request may be added until then.
+        """
         self._check_alive()
-        for sample_id in sample_ids(request_id, params.n):
-            if sample_id in self._unfinished or sample_id in self._samples:
+        ids = sample_ids(request_id, params.n)
+        for sample_id in ids:
+            if any(
+                sample_id in used for used in (self._unfinished, self._samples, batch.sample_ids)
+            ):
                 raise RequestError(
                     f"request id {shown(sample_id)} is in use; choose another, or wait until it "
                     "finishes"
@@ -157,21 +177,23 @@ class Engine:
             prompt_token_ids,
             params,
             arrival_step=self._planner.step,
-            arrival_index=self._num_arrived,
-            stream=stream,
-            searched=searched,
-            cache_salt=cache_salt,
-            labels=labels,
-            output_token_ids=output_token_ids,
+            arrival_index=self._num_arrived + len(batch.sample_ids),
+            **options,
         )
-        with _AtWork(self):  # All parts are made: from here on the request is known.
-            self._num_arrived += len(samples)
-            self._samples[request_id] = list(samples)
-            self._unfinished |= {request.request_id: request for request in samples}
-            first, *others = samples
-            first.held_samples = others
-            self._planner.enqueue(first)
-            self._planner.release_samples(first)
+        batch.samples.append(samples)
+        batch.sample_ids.update(ids)
+
+    def enqueue(self, batch: RequestBatch) -> None:
+        """Queue the requests of a batch in their order."""
+        with _AtWork(self):  # All parts are made: from here on the requests are known.
+            self._num_arrived += len(batch.sample_ids)
+            for samples in batch.samples:
+                first, *others = samples
+                self._samples[first.group_id] = list(samples)
+                self._unfinished |= {request.request_id: request for request in samples}
+                first.held_samples = others
+                self._planner.enqueue(first)
+                self._planner.release_samples(first)
 
     def abort(self, request_id: str) -> None:
         """End a request with all its samples, in whatever state; an unknown id is no error.
@@ -203,6 +225,8 @@ class Engine:
         had read the id that completes a stop string. The sample's record is made now, and counts as
         the caller does. A sample that is not there, because it was aborted, is no error.
         """
+        if self._failure is not None:
+            return  # As in `abort`.
         with _AtWork(self):
             for request in tuple(self._samples.get(request_id, ())):
                 if request.index == index:
@@ -216,6 +240,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix, so that a second run computes what the first did."""
+        self._check_alive()
         with _AtWork(self):
             self._kv.pool.forget()
 

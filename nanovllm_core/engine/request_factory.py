@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import xxhash
@@ -22,6 +22,7 @@ from nanovllm_core.errors import (
     InvalidSamplingError,
     PluginFailedError,
     RequestError,
+    RequestTooLongError,
     did_you_mean,
     shown,
 )
@@ -109,6 +110,25 @@ def sample_ids(request_id: str, n: int) -> list[str]:
     return [request_id, *(f"{request_id}#{index}" for index in range(1, n))]
 
 
+class RequestOptions(TypedDict, total=False):
+    """What a request may have beside its prompt and parameters: see `Engine.add_request`."""
+
+    stream: bool
+    searched: bool
+    cache_salt: bytes
+    labels: Mapping[str, str] | None
+    output_token_ids: Sequence[int]
+
+
+@dataclass(slots=True)
+class RequestBatch:
+    """Requests that are checked, and are queued together: see `Engine.prepare`."""
+
+    samples: list[list[Request]] = field(default_factory=list)
+    """Of each request."""
+    sample_ids: set[str] = field(default_factory=set)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFactory:
     """Makes the requests of one engine, whose rows they will stand in.
@@ -134,10 +154,10 @@ class RequestFactory:
         *,
         arrival_step: int,
         arrival_index: int,
-        stream: bool,
-        searched: bool,
-        cache_salt: bytes,
-        labels: Mapping[str, str] | None,
+        stream: bool = False,
+        searched: bool = False,
+        cache_salt: bytes = b"",
+        labels: Mapping[str, str] | None = None,
         output_token_ids: Sequence[int] = (),
     ) -> list[Request]:
         """The samples of one request: the first goes by its id, each other by one of its own.
@@ -166,6 +186,11 @@ class RequestFactory:
         seed = derive_seed(self.seed, arrival_index) if params.seed is None else params.seed
         whole = [*prompt_list, *output_token_ids]
         known = self.limits.check_prompt(whole) if output_token_ids else prompt
+        if len(known) >= max_length:
+            raise RequestTooLongError(
+                f"{len(output_token_ids)} output_token_ids leave no token to compute: the request "
+                f"ends with its {max_length - len(prompt)}th; raise max_tokens"
+            )
         sampling = self._row_sampling(params, seed)
         asked = self._asked_constraints(params)
         arrival_time, vocab_size = perf_counter(), self.limits.vocab_size

@@ -132,6 +132,7 @@ class Door:
                 request.params,
                 None if tokenizer is None else tokenizer.detokenizer(),
                 self._client.end_at,
+                request.stream,
             )
             for _ in range(request.params.n)
         ]

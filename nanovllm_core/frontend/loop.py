@@ -17,6 +17,7 @@ from nanovllm_core.engine import (
     LoadedConstraint,
     Observation,
     OutputDelta,
+    RequestBatch,
 )
 from nanovllm_core.errors import EngineClosedError
 from nanovllm_core.frontend.gc_freeze import freeze_objects, no_collections, thawed_objects
@@ -241,10 +242,11 @@ class EngineLoop:
 
     def _add(self, message: AddRequests) -> None:
         """Add all requests of a message, or none."""
-        added: list[str] = []
+        batch = RequestBatch()
         try:
             for new in message.requests:
-                self.engine.add_request(
+                self.engine.prepare(
+                    batch,
                     new.request_id,
                     new.prompt_token_ids,
                     new.params,
@@ -254,13 +256,11 @@ class EngineLoop:
                     output_token_ids=new.output_token_ids,
                     cache_salt=new.cache_salt,
                 )
-                added.append(new.request_id)
         except Exception as error:
-            for request_id in added:
-                self.engine.abort(request_id)
             names = tuple(new.request_id for new in message.requests)
-            self._answer(message.subscriber, Refused(error, names, len(added)))
+            self._answer(message.subscriber, Refused(error, names, len(batch.samples)))
         else:
+            self.engine.enqueue(batch)
             for new in message.requests:
                 self._samples[new.request_id] = message.subscriber, new.params.n
 

@@ -94,7 +94,7 @@ class RequestOutput:
 
 
 class OutputStream:
-    """Makes the outputs of one sample from its deltas.
+    """Makes the outputs of one sample from its deltas; only the last one without `stream`.
 
     A request with stop strings is added to the engine with `searched=True`. Where its text ends is
     reported by `end_at`; ids that the engine computed beyond that are dropped.
@@ -106,10 +106,12 @@ class OutputStream:
         params: SamplingParams,
         detokenizer: Detokenizer | None,
         end_at: EndAt,
+        stream: bool = True,
     ) -> None:
         self._prompt_token_ids = prompt_token_ids
         self._detokenizer = detokenizer
         self._end_at = end_at
+        self._stream = stream
         self._stop_strings = params.stop_strings
         self._min_tokens = params.min_tokens
         self._transcript = Transcript(logprobs=None if params.logprobs is None else [])
@@ -120,14 +122,14 @@ class OutputStream:
         self._num_sent = 0
 
     def push(self, delta: OutputDelta) -> RequestOutput | None:
-        """The next output; None while the engine has yet to end what a stop string ended."""
+        """The next output; None without `stream`, and behind a stop string, until the last."""
         is_last = delta.finish_reason is not None
         if self._stop is None:
             self._read(delta)
             if self._stop is not None or (is_last and self._stop_strings):
                 size = len(self._transcript.token_ids)
                 self._end_at(delta.request_id, delta.index, size, self._stop)
-        if self._stop is not None and not is_last:
+        if not is_last and (self._stop is not None or not self._stream):
             return None
         return self._take(delta)
 

@@ -25,6 +25,10 @@ REPLACEMENT = "\ufffd"
 """The replacement for bytes that are not valid UTF-8, or that are an incomplete character."""
 OTHER_FORMATS = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _LONGEST_VOCABULARY = 2**31  # the engine keeps ids as int32
+_MOST_HELD = 16
+"""Ids without text at most that a `Detokenizer` decodes again with the next one."""
+_INCOMPLETE = 3
+"""Bytes at most of an incomplete character in UTF-8, and so ids that can hold them."""
 
 
 class Tokenizer:
@@ -51,6 +55,8 @@ class Tokenizer:
         eos = _content(self._config.get("eos_token"))
         own = backend.token_to_id(eos) if eos else None
         self.eos_token_ids = checkpoint_eos_token_ids(folder, () if own is None else (own,))
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(number for number, token in added.items() if token.special)
 
     @classmethod
     def find(
@@ -90,6 +96,11 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of these ids, without special tokens. Bytes that are no UTF-8 become U+FFFD."""
         return self.backend.decode(list(token_ids), skip_special_tokens=True)
+
+    def has_text(self, token_id: int) -> bool:
+        """Whether `decode` looks at an id: special ones, and unknown ones, change no text."""
+        known = self.backend.id_to_token(token_id) is not None
+        return known and token_id not in self._special_ids
 
     def detokenizer(self) -> Detokenizer:
         """A fresh incremental decoder, for one sequence."""
@@ -195,6 +206,8 @@ class Detokenizer:
         return text[len(given) :]
 
     def _push_one(self, token_id: int) -> str:
+        if not self._tokenizer.has_text(token_id):
+            return ""
         self._token_ids.append(token_id)
         try:
             text = self._stream.step(self._tokenizer.backend, token_id) or ""
@@ -202,7 +215,23 @@ class Detokenizer:
             text = self._start_anew()
         if text:
             self._give(text)
+        elif len(self._token_ids) - self._num_given > _MOST_HELD:
+            text = self._give_invalid()
         return text
+
+    def _give_invalid(self) -> str:
+        """The text of held ids, but for the last, of which alone more bytes can make a character.
+
+        Otherwise a push would take the longer, the more bytes that are no UTF-8 came before it.
+        Bytes of one U+FFFD stay together.
+        """
+        held, decode = self._token_ids[self._num_given :], self._tokenizer.decode
+        ends, whole = range(len(held) - _INCOMPLETE, 1, -1), decode(held)
+        end = next((n for n in ends if decode(held[:n]) + decode(held[n:]) == whole), 1)
+        self._num_given += end
+        if rest := self._start_anew():
+            self._give(rest)
+        return decode(held[:end]) + rest
 
     def _start_anew(self) -> str:
         """Decode the ids that were not given out apart from those that were."""

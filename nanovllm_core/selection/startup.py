@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -116,7 +117,7 @@ def make_setup(decisions: Decisions) -> WorkerSetup:
         kernels=kernels,
         sampler=sampler,
         logits_processors=decisions.named("logits_processor"),
-        tokenizer=decisions.config.tokenizer or str(decisions.checkpoint),
+        tokenizer=os.path.expanduser(decisions.config.tokenizer or str(decisions.checkpoint)),
         kv_layout=decisions.attention.layout,
         block_size=decisions.block_size,
         max_model_len=decisions.max_model_len,

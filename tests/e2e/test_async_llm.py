@@ -165,14 +165,20 @@ def test_deltas_that_nobody_has_taken_are_joined() -> None:
     assert joined.finish_reason == "length"
 
 
-def test_without_stream_a_sample_has_one_output(llm: AsyncLLM) -> None:
+@pytest.mark.parametrize("stop", [(), ("no such text",)], ids=["ids", "text"])
+def test_without_stream_a_sample_has_one_output(stop: tuple[str, ...]) -> None:
+    """Also where its text is searched as it comes."""
+
     async def main() -> list[RequestOutput]:
-        params = greedy(30, n=2, ignore_eos=True)
-        return [output async for output in llm.generate([7, 8], params, stream=False)]
+        params = greedy(30, n=2, ignore_eos=True, stop=stop)
+        async with AsyncLLM("demo", device="cpu", attention="sdpa", max_model_len=64) as llm:
+            return [output async for output in llm.generate([7, 8], params, stream=False)]
 
     outputs = asyncio.run(main())
     assert sorted(output.index for output in outputs) == [0, 1]
     assert all(output.finished and output.num_token_ids == 30 for output in outputs)
+    assert all(output.new_token_ids == output.token_ids for output in outputs)
+    assert all(output.new_text == output.text for output in outputs)
 
 
 @pytest.mark.parametrize("samples", [1, 3])

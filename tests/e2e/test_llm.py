@@ -340,6 +340,20 @@ def test_a_bad_prompt_is_refused_before_any_is_run(
     assert stats.running <= 1
 
 
+def test_a_refused_batch_leaves_no_trace(tiny: Path) -> None:
+    """Its good prompts are not counted, and take no seed from the requests behind them."""
+    texts = []
+    for refused in (False, True):
+        with open_tiny(tiny) as llm:
+            if refused:
+                with pytest.raises(RequestTooLongError):
+                    llm.generate([[5], [6], [7] * 500], greedy(), use_tqdm=False)
+                assert llm.stats.finished == 0
+            params = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
+            texts.append(llm.generate([[1, 2]], params, use_tqdm=False)[0].token_ids)
+    assert texts[0] == texts[1]
+
+
 def test_an_error_of_the_only_prompt_needs_no_number(shared_engine: LLM) -> None:
     with pytest.raises(InvalidPromptError, match=r"^the prompt is empty"):
         shared_engine.generate([[]])

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from nanovllm_core.engine import EngineLimits, FcfsPolicy, Observation
+from nanovllm_core.engine import EngineLimits, FcfsPolicy, Observation, RequestBatch
 from nanovllm_core.engine.request import RequestState
 from nanovllm_core.engine.request_factory import derive_seed
 from nanovllm_core.errors import (
@@ -87,6 +87,52 @@ def test_a_scheduler_that_fails_at_a_request_ends_the_engine(
         harness.add("a", [1])
     with pytest.raises(EngineClosedError, match="ended with PluginFailedError"):
         harness.engine.step()
+
+
+def test_a_failed_engine_keeps_its_cause() -> None:
+    """Whatever its callers still tell it of requests that it half knows."""
+    harness = Harness()
+    harness.add("a", [1], greedy(stop="x"), detokenizer=Letters)
+    engine, cause = harness.engine, RuntimeError("a bug")
+    engine._failure = cause
+    engine._unfinished.clear()
+    engine.end_at("a", 0, 1, "x")
+    engine.abort("a")
+    with pytest.raises(EngineClosedError, match="the engine ended with RuntimeError: a bug"):
+        engine.reset_prefix_cache()
+    assert engine._failure is cause
+
+
+def test_outputs_that_end_a_request_leave_nothing_to_go_on_with() -> None:
+    """Those of an engine that ended while its last token was on the way."""
+    harness = Harness()
+    add = harness.engine.add_request
+    add("a", [1, 2], greedy(4), output_token_ids=[3, 4, 5])
+    with pytest.raises(RequestTooLongError, match=r"4 output_token_ids leave no token .* its 4th"):
+        add("b", [1, 2], greedy(4), output_token_ids=[3, 4, 5, 6])
+    assert len(harness.engine._unfinished) == 1
+
+
+def test_a_batch_is_known_once_it_is_queued() -> None:
+    """Ids and arrivals of its requests are distinct, and as if each had been added alone."""
+    harness, alone = Harness(), Harness()
+    engine, batch = harness.engine, RequestBatch()
+    engine.prepare(batch, "a", [1], greedy(n=2))
+    engine.prepare(batch, "b", [2], greedy())
+    with pytest.raises(RequestError, match="'a#1' is in use"):
+        engine.prepare(batch, "a#1", [3], greedy())
+    with pytest.raises(InvalidPromptError):
+        engine.prepare(batch, "c", [], greedy())
+    assert not engine.has_unfinished()
+    engine.enqueue(batch)
+    for name, prompt, count in (("a", [1], 2), ("b", [2], 1)):
+        alone.engine.add_request(name, prompt, greedy(n=count))
+    seeds = [
+        {name: one.sampling.seed for name, one in each._unfinished.items()}
+        for each in (engine, alone.engine)
+    ]
+    assert seeds[0] == seeds[1]
+    assert len({*seeds[0].values()}) == 3
 
 
 def test_stop_strings_need_a_caller_who_searches_the_text() -> None:

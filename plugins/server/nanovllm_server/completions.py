@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from nanovllm_core import RequestOutput
 from nanovllm_server import logprobs
+from nanovllm_server.guard.prompts import check_echo
 from nanovllm_server.protocol import CompletionBody, typed_for
 from nanovllm_server.service import Service
 from nanovllm_server.stream import Shape, Usage, Work, answer, encode
@@ -37,6 +38,7 @@ def make_router(service: Service) -> APIRouter:
             prompt_field="prompt",
         )
         echoed = await service.texts_of(body.prompt) if body.echo else []
+        check_echo(echoed, params.n)
         shape = CompletionShape(service, model, body, echoed)
         return answer(work, shape, body.stream_options)
 

@@ -38,7 +38,7 @@ from nanovllm_core.interfaces.sampling_params import (
 )
 from nanovllm_core.registry import get_plugin_manager
 from nanovllm_server.errors import refused_field
-from nanovllm_server.guard.prompts import MAX_MESSAGES, check_stops
+from nanovllm_server.guard.prompts import MAX_MESSAGES, check_arguments, check_stops
 
 MAX_FIELDS = 100
 """Of one object: pydantic reports each one that is wrong, which takes seconds for a million."""
@@ -182,6 +182,10 @@ class Sampling(Body):
         return self
 
     @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
     def most_tokens(self) -> int | None:
         """The limit of the answer; None is the model's length."""
         return self.max_tokens
@@ -194,6 +198,8 @@ class Sampling(Body):
     def sampling_params(self) -> SamplingParams:
         """As the engine takes them; InvalidSamplingError where it does not."""
         check_stops(self.stop or ())
+        given = {"logits_processors": self.logits_processors, "constraints": self.constraints}
+        check_arguments(given, self.num_prompts)
         return SamplingParams(
             n=self.n or 1,
             max_tokens=self.most_tokens,
@@ -295,6 +301,10 @@ class CompletionBody(Sampling):
                 "unsupported_parameter",
             )
         return self
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompt)
 
     @property
     def most_tokens(self) -> int | None:

@@ -244,13 +244,13 @@ class EventStream(Answer):
             after = b'}],"usage":%b}\n\n' % encode(self.usage.so_far)
         elif self.options.include_usage:
             after = b'}],"usage":null}\n\n'
-        events = b""
+        events = []
         for index, output in choices:
             if index not in self._opened:
                 self._opened.add(index)
-                events += self.shape.opening(index, after)
-            events += self.shape.event(index, output, after)
-        return events
+                events.append(self.shape.opening(index, after))
+            events.append(self.shape.event(index, output, after))
+        return b"".join(events)
 
     async def _fail(self, error: ApiError, send: Send) -> None:
         if self.has_started:

@@ -16,6 +16,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel, ConfigDict
 
 from nanovllm_core import AsyncLLM
+from nanovllm_server.guard import prompts
 
 STORY = "Once upon a time there was a fox named Mia."
 QUESTION = [{"role": "user", "content": "What is 27 + 15?"}]
@@ -166,6 +167,28 @@ def test_prompts_as_text_and_as_ids_get_the_same_answers(http: httpx.Client) -> 
     assert both[0].startswith(STORY)
     assert answers == [both, both, both, one, one]
     assert one == both[:1]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (
+            {"logits_processors": {str(i): {} for i in range(9000)}, "prompt": ["a"] * 16},
+            "logits_processors",
+        ),
+        ({"prompt": ["The", "A"], "echo": True, "n": 3}, "echo"),
+    ],
+    ids=["arguments for each prompt", "echoes for each choice"],
+)
+def test_a_small_request_cannot_become_a_large_one(
+    body: dict[str, Any], param: str, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused before the engine, or other requests, notice it."""
+    monkeypatch.setattr(prompts, "MAX_ECHOED_CHARACTERS", 11)
+    body |= {"max_tokens": 1}
+    error = http.post("/v1/completions", json=body).json()["error"]
+    assert error["param"] == param, error
+    assert "send at most" in error["message"] or "the limit is" in error["message"]
 
 
 def test_a_completion_has_16_tokens_if_nothing_is_said(http: httpx.Client) -> None:

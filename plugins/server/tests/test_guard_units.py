@@ -45,7 +45,13 @@ from nanovllm_server.guard.isolation import cache_salt
 from nanovllm_server.guard.keys import ApiKey, Keys, api_key, hash_key, make_key, read_keys
 from nanovllm_server.guard.ledger import MAX_CLIENTS, NUM_OWN, Ledger
 from nanovllm_server.guard.logs import AccessLog, JsonFormatter, TextFormatter
-from nanovllm_server.guard.prompts import PromptLimits, check_stops, check_template_kwargs
+from nanovllm_server.guard.prompts import (
+    PromptLimits,
+    check_arguments,
+    check_echo,
+    check_stops,
+    check_template_kwargs,
+)
 from nanovllm_server.guard.rates import Allowance, Rates
 from nanovllm_server.guard.request_ids import RequestIds
 from nanovllm_server.guard.settings import CorsSettings
@@ -626,6 +632,9 @@ def test_a_server_beyond_loopback_needs_keys_or_consent(host: str) -> None:
         ("POST", "localhost:8000", "https://ok.example", 200),
         ("POST", "localhost:8000", "https://evil.example", 403),
         ("POST", "localhost:8000", "null", 403),
+        ("POST", "localhost:8000", "http://[x", 403),
+        ("POST", "localhost:8000", "", 403),
+        ("POST", "LocalHost:8000", "HTTP://localhost:8000", 200),
         ("GET", "localhost:8000", "https://evil.example", 200),
         ("GET", "evil.example:8000", None, 403),
         ("GET", "localhost.evil.example", None, 403),
@@ -660,6 +669,9 @@ def test_requests_without_key_and_salt_share() -> None:
         lambda limits: limits.check_messages([""] * 5000),
         lambda _: check_template_kwargs({"a": "x" * 20_000}),
         lambda _: check_stops(["x" * 1500] * 2),
+        lambda _: check_arguments({"constraints": {"a": {"b": "x" * 2**20}}}, 1),
+        lambda _: check_arguments({"logits_processors": {str(i): {} for i in range(9000)}}, 16),
+        lambda _: check_echo(["x" * 2**20, "y" * 2**20], 9),
     ],
 )
 def test_what_is_too_large_is_400_before_it_is_encoded(check: object) -> None:

@@ -15,6 +15,10 @@ MAX_MESSAGES = 4096
 """Of one conversation: a template walks through them in Python."""
 MAX_TEMPLATE_BYTES = 16_384
 """Of chat_template_kwargs, as JSON."""
+MAX_ARGUMENT_BYTES = 2**20
+"""Of logits_processors and constraints, as JSON, times the prompts: each goes to the engine so."""
+MAX_ECHOED_CHARACTERS = 2**24
+"""Of all prompts in an answer that echoes them, once for each choice."""
 MAX_STOP_CHARACTERS = 2048
 """Of all stop strings of a request: each is looked for at every token."""
 
@@ -74,6 +78,31 @@ def check_template_kwargs(variables: Mapping[str, Any] | None) -> None:
             400,
             f"chat_template_kwargs has {size} bytes; send at most {MAX_TEMPLATE_BYTES}",
             param="chat_template_kwargs",
+        )
+
+
+def check_arguments(arguments: Mapping[str, Any], num_prompts: int) -> None:
+    """Refuse arguments of logits processors and constraints that would keep the engine busy."""
+    for field, given in arguments.items():
+        size = len(json.dumps(given)) * num_prompts if given else 0
+        if size > MAX_ARGUMENT_BYTES:
+            raise ApiError(
+                400,
+                f"{field} has {size // num_prompts} bytes for each of {num_prompts} prompts; send "
+                f"at most {MAX_ARGUMENT_BYTES} in all",
+                param=field,
+            )
+
+
+def check_echo(prompts: Sequence[str], num_choices: int) -> None:
+    """Refuse an answer of far more text than the request; `num_choices` of each prompt."""
+    size = sum(map(len, prompts)) * num_choices
+    if size > MAX_ECHOED_CHARACTERS:
+        raise ApiError(
+            400,
+            f"the echoed prompts have {size} characters in all choices, and the limit is "
+            f"{MAX_ECHOED_CHARACTERS}; lower n, or leave echo out",
+            param="echo",
         )
 
 
