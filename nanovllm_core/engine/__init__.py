@@ -9,7 +9,6 @@ from nanovllm_core.engine.observation import (
     Observation as Observation,
 )
 from nanovllm_core.engine.request import Request as Request
-from nanovllm_core.engine.request_factory import RequestBatch as RequestBatch
 from nanovllm_core.engine.scheduler import (
     FcfsPolicy as FcfsPolicy,
     TokenBudgetScheduler as TokenBudgetScheduler,

@@ -20,12 +20,7 @@ from nanovllm_core.engine.observation import EngineStats, Observation
 from nanovllm_core.engine.planner import PlannedStep, Planner
 from nanovllm_core.engine.prefix_cache import PagedKV
 from nanovllm_core.engine.request import Request, RequestState
-from nanovllm_core.engine.request_factory import (
-    RequestBatch,
-    RequestFactory,
-    RequestOptions,
-    sample_ids,
-)
+from nanovllm_core.engine.request_factory import RequestBatch, RequestFactory, RequestOptions
 from nanovllm_core.engine.rows import RowTable
 from nanovllm_core.engine.scheduler import NamedScheduler
 from nanovllm_core.errors import (
@@ -34,8 +29,6 @@ from nanovllm_core.errors import (
     InconsistentStateError,
     ModelOutputError,
     NanoVLLMError,
-    RequestError,
-    shown,
 )
 from nanovllm_core.interfaces.executor import Executor
 from nanovllm_core.interfaces.observer import FinishReason
@@ -146,42 +139,22 @@ class Engine:
         requests go on. An error of the scheduler ends the engine, as any error in `step()`,
         `abort()` or `reset_prefix_cache()` does.
         """
-        batch = RequestBatch()
-        self.prepare(batch, request_id, prompt_token_ids, params, **options)
+        batch = self.new_batch()
+        batch.add(request_id, prompt_token_ids, params, **options)
         self.enqueue(batch)
 
-    def prepare(
-        self,
-        batch: RequestBatch,
-        request_id: str,
-        prompt_token_ids: Sequence[int] | NDArray[np.integer],
-        params: SamplingParams,
-        **options: Unpack[RequestOptions],
-    ) -> None:
-        """Check a request, as `add_request` does, and put it into a batch.
+    def new_batch(self) -> RequestBatch:
+        """For requests that are queued together, or not at all: its `add` checks each of them.
 
-        The engine knows nothing of it before `enqueue`; no other request may be added until then.
+        The engine knows none of them before `enqueue`, and takes no other request until then.
         """
         self._check_alive()
-        ids = sample_ids(request_id, params.n)
-        for sample_id in ids:
-            if any(
-                sample_id in used for used in (self._unfinished, self._samples, batch.sample_ids)
-            ):
-                raise RequestError(
-                    f"request id {shown(sample_id)} is in use; choose another, or wait until it "
-                    "finishes"
-                )
-        samples = self._factory.make_samples(
-            request_id,
-            prompt_token_ids,
-            params,
+        return RequestBatch(
+            factory=self._factory,
             arrival_step=self._planner.step,
-            arrival_index=self._num_arrived + len(batch.sample_ids),
-            **options,
+            num_arrived=self._num_arrived,
+            in_use=(self._unfinished, self._samples),
         )
-        batch.samples.append(samples)
-        batch.sample_ids.update(ids)
 
     def enqueue(self, batch: RequestBatch) -> None:
         """Queue the requests of a batch in their order."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any, TypedDict
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import xxhash
@@ -118,15 +118,6 @@ class RequestOptions(TypedDict, total=False):
     cache_salt: bytes
     labels: Mapping[str, str] | None
     output_token_ids: Sequence[int]
-
-
-@dataclass(slots=True)
-class RequestBatch:
-    """Requests that are checked, and are queued together: see `Engine.prepare`."""
-
-    samples: list[list[Request]] = field(default_factory=list)
-    """Of each request."""
-    sample_ids: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,3 +243,44 @@ class RequestFactory:
             for name, given in (params.constraints or {}).items()
             for arguments in (read_arguments("constraint", name, given, specs, size),)
         ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestBatch:
+    """Requests that are checked, and then queued together: see `Engine.new_batch`."""
+
+    factory: RequestFactory
+    arrival_step: int
+    num_arrived: int
+    """Samples before those of the batch."""
+    in_use: tuple[Container[str], ...]
+    """Where the ids of other requests and samples are."""
+    samples: list[list[Request]] = field(default_factory=list)
+    """Of each request."""
+    sample_ids: set[str] = field(default_factory=set)
+
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int] | NDArray[np.integer],
+        params: SamplingParams,
+        **options: Unpack[RequestOptions],
+    ) -> None:
+        """Check a request, as `Engine.add_request` does, and keep it."""
+        ids = sample_ids(request_id, params.n)
+        for sample_id in ids:
+            if any(sample_id in used for used in (*self.in_use, self.sample_ids)):
+                raise RequestError(
+                    f"request id {shown(sample_id)} is in use; choose another, or wait until it "
+                    "finishes"
+                )
+        samples = self.factory.make_samples(
+            request_id,
+            prompt_token_ids,
+            params,
+            arrival_step=self.arrival_step,
+            arrival_index=self.num_arrived + len(self.sample_ids),
+            **options,
+        )
+        self.samples.append(samples)
+        self.sample_ids.update(ids)

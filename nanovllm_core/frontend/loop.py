@@ -17,7 +17,6 @@ from nanovllm_core.engine import (
     LoadedConstraint,
     Observation,
     OutputDelta,
-    RequestBatch,
 )
 from nanovllm_core.errors import EngineClosedError
 from nanovllm_core.frontend.gc_freeze import freeze_objects, no_collections, thawed_objects
@@ -242,11 +241,11 @@ class EngineLoop:
 
     def _add(self, message: AddRequests) -> None:
         """Add all requests of a message, or none."""
-        batch = RequestBatch()
+        added = 0
         try:
+            batch = self.engine.new_batch()
             for new in message.requests:
-                self.engine.prepare(
-                    batch,
+                batch.add(
                     new.request_id,
                     new.prompt_token_ids,
                     new.params,
@@ -256,9 +255,10 @@ class EngineLoop:
                     output_token_ids=new.output_token_ids,
                     cache_salt=new.cache_salt,
                 )
+                added += 1
         except Exception as error:
             names = tuple(new.request_id for new in message.requests)
-            self._answer(message.subscriber, Refused(error, names, len(batch.samples)))
+            self._answer(message.subscriber, Refused(error, names, added))
         else:
             self.engine.enqueue(batch)
             for new in message.requests:

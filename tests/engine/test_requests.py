@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from nanovllm_core.engine import EngineLimits, FcfsPolicy, Observation, RequestBatch
+from nanovllm_core.engine import EngineLimits, FcfsPolicy, Observation
 from nanovllm_core.engine.request import RequestState
 from nanovllm_core.engine.request_factory import derive_seed
 from nanovllm_core.errors import (
@@ -116,13 +116,14 @@ def test_outputs_that_end_a_request_leave_nothing_to_go_on_with() -> None:
 def test_a_batch_is_known_once_it_is_queued() -> None:
     """Ids and arrivals of its requests are distinct, and as if each had been added alone."""
     harness, alone = Harness(), Harness()
-    engine, batch = harness.engine, RequestBatch()
-    engine.prepare(batch, "a", [1], greedy(n=2))
-    engine.prepare(batch, "b", [2], greedy())
+    engine = harness.engine
+    batch = engine.new_batch()
+    batch.add("a", [1], greedy(n=2))
+    batch.add("b", [2], greedy())
     with pytest.raises(RequestError, match="'a#1' is in use"):
-        engine.prepare(batch, "a#1", [3], greedy())
+        batch.add("a#1", [3], greedy())
     with pytest.raises(InvalidPromptError):
-        engine.prepare(batch, "c", [], greedy())
+        batch.add("c", [], greedy())
     assert not engine.has_unfinished()
     engine.enqueue(batch)
     for name, prompt, count in (("a", [1], 2), ("b", [2], 1)):
