@@ -10,13 +10,9 @@ from typing import Any
 from pydantic import BaseModel
 from settings_tables import allowed, default
 
-from nanovllm_server.protocol import (
-    ChatBody,
-    ChatMessage,
-    CompletionBody,
-    Sampling,
-    StreamOptions,
-)
+from nanovllm_server.bodies import Sampling, StreamOptions
+from nanovllm_server.chat_body import ChatBody, ChatMessage
+from nanovllm_server.completion_body import CompletionBody
 from nanovllm_server.settings import ServerSettings
 
 HEAD = "| key | takes | default | meaning |\n|---|---|---|---|"

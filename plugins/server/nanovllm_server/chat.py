@@ -12,7 +12,8 @@ from starlette.responses import Response
 
 from nanovllm_core import RequestOutput
 from nanovllm_server import logprobs
-from nanovllm_server.protocol import ChatBody, typed_for
+from nanovllm_server.bodies import typed_for
+from nanovllm_server.chat_body import ChatBody
 from nanovllm_server.service import Service
 from nanovllm_server.stream import Shape, Usage, Work, answer, encode
 

@@ -12,8 +12,9 @@ from starlette.responses import Response
 
 from nanovllm_core import RequestOutput
 from nanovllm_server import logprobs
+from nanovllm_server.bodies import typed_for
+from nanovllm_server.completion_body import CompletionBody
 from nanovllm_server.guard.prompts import check_echo
-from nanovllm_server.protocol import CompletionBody, typed_for
 from nanovllm_server.service import Service
 from nanovllm_server.stream import Shape, Usage, Work, answer, encode
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from nanovllm_core import AsyncLLM
 from nanovllm_core.errors import NanoVLLMError, shown
+from nanovllm_server.chat_body import ChatMessage
 from nanovllm_server.errors import ApiError, of_engine
 from nanovllm_server.guard.admission import Admission
 from nanovllm_server.guard.isolation import cache_salt
@@ -16,7 +17,6 @@ from nanovllm_server.guard.keys import api_key
 from nanovllm_server.guard.ledger import Ledger
 from nanovllm_server.guard.prompts import PromptLimits, check_template_kwargs
 from nanovllm_server.logprobs import TokenTexts
-from nanovllm_server.protocol import ChatMessage
 from nanovllm_server.settings import ServerSettings
 
 LONG_TEXT = 20_000

@@ -18,10 +18,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nanovllm_core import AsyncLLM, RequestOutput, SamplingParams
+from nanovllm_server.bodies import StreamOptions
 from nanovllm_server.errors import ApiError, of_engine
 from nanovllm_server.guard.admission import Admission
 from nanovllm_server.guard.asgi import send_error
-from nanovllm_server.protocol import StreamOptions
 from nanovllm_server.watch.trace_context import trace_labels
 
 JSON_HEADERS = [(b"content-type", b"application/json")]

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import Field, model_validator
 
+from nanovllm_server.bodies import Body, TokenId
+from nanovllm_server.chat_body import Messages
 from nanovllm_server.errors import refused, refused_field
-from nanovllm_server.protocol import Body, Messages, TokenId
 from nanovllm_server.service import Service
 
 

@@ -21,9 +21,10 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from pydantic import BaseModel, ValidationError
 
 from nanovllm_core import AsyncLLM
+from nanovllm_server.chat_body import ChatBody
+from nanovllm_server.completion_body import CompletionBody
 from nanovllm_server.guard.keys import ApiKey, hash_key
 from nanovllm_server.guard.settings import LimitSettings
-from nanovllm_server.protocol import ChatBody, CompletionBody
 from nanovllm_server.server import address, make_server
 from nanovllm_server.settings import ServerSettings
 from nanovllm_server.tokens import DetokenizeBody

@@ -13,10 +13,11 @@ import pytest
 
 from nanovllm_core import AsyncLLM, SamplingParams
 from nanovllm_core.errors import EngineClosedError, InvalidPromptError, PluginFailedError
+from nanovllm_server.bodies import StreamOptions
+from nanovllm_server.completion_body import CompletionBody
 from nanovllm_server.completions import CompletionShape
 from nanovllm_server.errors import ApiError
 from nanovllm_server.guard.admission import Admission
-from nanovllm_server.protocol import CompletionBody, StreamOptions
 from nanovllm_server.service import Service
 from nanovllm_server.settings import ServerSettings
 from nanovllm_server.stream import Answer, Choice, EventStream, Work, answer

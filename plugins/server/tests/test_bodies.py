@@ -15,13 +15,9 @@ from openai.types.chat import completion_create_params as chat_create_params
 from nanovllm_core import AsyncLLM, SamplingParams
 from nanovllm_core.api import EngineConfig
 from nanovllm_server.app import make_app
-from nanovllm_server.protocol import (
-    ChatBody,
-    ChatMessage,
-    CompletionBody,
-    Sampling,
-    typed_for,
-)
+from nanovllm_server.bodies import Sampling, typed_for
+from nanovllm_server.chat_body import ChatBody, ChatMessage
+from nanovllm_server.completion_body import CompletionBody
 from nanovllm_server.settings import ServerSettings
 
 OPENAI: dict[type[Sampling], Any] = {

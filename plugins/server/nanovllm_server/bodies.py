@@ -7,7 +7,7 @@ that changes nothing (`NEUTRAL` of each model); a field that nobody knows is ref
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     BaseModel,
@@ -28,7 +28,6 @@ from nanovllm_core.interfaces.sampling_params import (
     MAX_BIAS,
     MAX_BIASED_IDS,
     MAX_INTEGER,
-    MAX_LOGPROBS,
     MAX_PENALTY,
     MAX_SAMPLES,
     MAX_SCALE,
@@ -38,15 +37,13 @@ from nanovllm_core.interfaces.sampling_params import (
 )
 from nanovllm_core.registry import get_plugin_manager
 from nanovllm_server.errors import refused_field
-from nanovllm_server.guard.prompts import MAX_MESSAGES, check_arguments, check_stops
+from nanovllm_server.guard.prompts import check_arguments, check_stops
 
 MAX_FIELDS = 100
 """Of one object: pydantic reports each one that is wrong, which takes seconds for a million."""
-MAX_PROMPTS = 1024
-"""Of one request."""
 
-DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's default of `max_tokens` for completions. A chat answer may fill the model's length."""
+TEXT: dict[str, Any] = {"type": "string"}
+"""The schema of a text."""
 
 
 class Body(BaseModel):
@@ -219,232 +216,6 @@ _SAME = (
     *("logits_processors", "constraints"),
 )
 """Fields that are the engine's own; None is "not stated" there too."""
-
-
-Ids = list[int]
-
-
-def _is_ids(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and set(map(type, value)) <= {int}
-
-
-def _as_prompts(value: Any) -> list[str | Ids]:
-    """A prompt, or a list of prompts, as a list; each is text or token ids."""
-    prompts = [value] if isinstance(value, str) or _is_ids(value) else value
-    if not isinstance(prompts, list) or not prompts:
-        raise ValueError(
-            f"prompt is {shown(value)}; it must be text, a list of token ids, or a list of these"
-        )
-    if len(prompts) > MAX_PROMPTS:
-        raise ValueError(
-            f"prompt has {len(prompts)} entries; at most {MAX_PROMPTS} go into one request, so "
-            "send several"
-        )
-    for index, one in enumerate(prompts):
-        if not (isinstance(one, str) or _is_ids(one)):
-            raise ValueError(
-                f"prompt[{index}] is {shown(one)}; it must be text or a list of token ids"
-            )
-    return prompts
-
-
-_TEXT: dict[str, Any] = {"type": "string"}
-_IDS: dict[str, Any] = {
-    "type": "array",
-    "minItems": 1,
-    "items": {"type": "integer", "minimum": 0},
-}
-Prompts = Annotated[
-    list[Any],
-    BeforeValidator(_as_prompts),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                _TEXT,
-                _IDS,
-                {"type": "array", "minItems": 1, "items": _TEXT},
-                {"type": "array", "minItems": 1, "items": _IDS},
-            ]
-        }
-    ),
-]
-
-
-class CompletionBody(Sampling):
-    """The body of `/v1/completions`."""
-
-    NEUTRAL = {"suffix": ("",)}
-
-    prompt: Prompts
-    """Text, token ids, or a list of either: each prompt gets `n` answers."""
-    echo: bool | None = None
-    """Begin each answer with its prompt."""
-    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    """Report the log-probability of each token, and of this many likeliest ones."""
-    best_of: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
-    """Only as many as `n`: answers are not ranked."""
-
-    @model_validator(mode="after")
-    def _supported_together(self) -> CompletionBody:
-        if self.best_of not in (None, self.n or 1):
-            raise refused_field(
-                f"best_of is {self.best_of} and n is {self.n or 1}; answers are not ranked here, "
-                "so leave best_of out",
-                "best_of",
-                "unsupported_parameter",
-            )
-        if self.echo and self.logprobs is not None:
-            raise refused_field(
-                "logprobs together with echo asks for those of the prompt, which are not "
-                "computed; leave one of them out",
-                "logprobs",
-                "unsupported_parameter",
-            )
-        return self
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self.prompt)
-
-    @property
-    def most_tokens(self) -> int | None:
-        if self.max_tokens is None:
-            return max(DEFAULT_COMPLETION_TOKENS, self.min_tokens or 0)
-        return self.max_tokens
-
-    @property
-    def reported_logprobs(self) -> int | None:
-        return self.logprobs
-
-
-def _joined(content: Any) -> Any:
-    """Parts of type text, joined; parts of other types are refused by name."""
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text":
-            raise ValueError(
-                f"content[{index}] has the type {shown(kind)}; this server takes text parts alone"
-            )
-        if part.keys() != {"type", "text"} or not isinstance(part["text"], str):
-            raise ValueError(
-                f'content[{index}] is {shown(part)}; a text part is {{"type": "text", "text": ...}}'
-            )
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-Content = Annotated[
-    str,
-    BeforeValidator(_joined),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                _TEXT,
-                {
-                    "type": "array",
-                    "items": {
-                        "type": "object",
-                        "properties": {"type": {"const": "text"}, "text": _TEXT},
-                        "required": ["type", "text"],
-                        "additionalProperties": False,
-                    },
-                },
-            ]
-        }
-    ),
-]
-
-
-class ChatMessage(Body):
-    """One message of a conversation."""
-
-    NEUTRAL = {
-        "name": (),
-        "tool_calls": ([],),
-        "function_call": (),
-        "tool_call_id": (),
-        "refusal": (),
-        "audio": (),
-        "annotations": ([],),
-    }
-
-    role: Literal["system", "developer", "user", "assistant"]
-    """`developer` is OpenAI's newer word for `system`, and is taken as that."""
-    content: Content
-    """Text, or a list of text parts, which are joined."""
-
-    def for_template(self) -> dict[str, str]:
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": self.content}
-
-
-Messages = Annotated[
-    list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
-]
-
-
-class ChatBody(Sampling):
-    """The body of `/v1/chat/completions`."""
-
-    NEUTRAL = {
-        "audio": (),
-        "function_call": ("none", "auto"),
-        "functions": ([],),
-        "metadata": ({},),
-        "modalities": (["text"],),
-        "moderation": (),
-        "parallel_tool_calls": (True, False),
-        "prediction": (),
-        "prompt_cache_key": (),
-        "prompt_cache_options": (),
-        "prompt_cache_retention": (),
-        "reasoning_effort": (),
-        "response_format": ({"type": "text"},),
-        "safety_identifier": (),
-        "service_tier": ("auto", "default"),
-        "store": (False,),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
-        "verbosity": (),
-        "web_search_options": (),
-    }
-
-    messages: Messages
-    """The conversation, which the checkpoint's chat template turns into a prompt."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Variables for the chat template, such as `{"enable_thinking": false}`."""
-    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_INTEGER)
-    """OpenAI's newer name of `max_tokens`. Without either, as many as fit the model's length."""
-    logprobs: bool | None = None
-    """Report the log-probability of each token."""
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    """Report so many likeliest tokens too; needs `logprobs`."""
-
-    @model_validator(mode="after")
-    def _agree(self) -> ChatBody:
-        old, new = self.max_tokens, self.max_completion_tokens
-        if old is not None and new is not None and old != new:
-            raise refused_field(
-                f"max_tokens is {old} and max_completion_tokens is {new}; they mean the same, so "
-                "leave one out",
-                "max_tokens",
-            )
-        if self.top_logprobs is not None and not self.logprobs:
-            raise refused_field(
-                "top_logprobs is set, but logprobs is not; set logprobs too", "top_logprobs"
-            )
-        return self
-
-    @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
-    def reported_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 def typed_for(body: type[Sampling], config: EngineConfig) -> type[Sampling]:
