@@ -71,7 +71,7 @@ def make_watched_server(
         log_config=None,
         access_log=False,
         server_header=False,
-        **uvicorn_options(settings, front.ledger),
+        **uvicorn_options(settings, front.ledger, watch.count_refusal),
     )
     server = (server_class or DrainingServer)(config, drain)
     watch.connect(partial(setattr, server, "should_exit", True), lambda: drain.is_draining)

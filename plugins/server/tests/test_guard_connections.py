@@ -6,30 +6,35 @@ import asyncio
 import json
 import logging
 import re
-import shutil
 import signal
-import socket
-import ssl
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import closing, suppress
 
-import httpx
 import pytest
-import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from nanovllm_server.guard.assemble import guarded, uvicorn_options
 from nanovllm_server.guard.connection import MAX_BEYOND
 from nanovllm_server.guard.drain import DrainingServer
-from nanovllm_server.guard.settings import LimitSettings, TlsSettings
+from nanovllm_server.guard.settings import LimitSettings
 from nanovllm_server.settings import ServerSettings
 
-from .toy import echo
+from .raw_client import (
+    GET,
+    HEAD,
+    WAIT,
+    Address,
+    address_of,
+    connect,
+    exchange,
+    read_all,
+    serving,
+    status_of,
+    wait_until,
+)
+from .toy import LONG, echo, long
 
 LIMITS = LimitSettings(
     max_body_bytes=100_000,
@@ -38,27 +43,6 @@ LIMITS = LimitSettings(
     body_timeout_s=0.3,
     timeout_s=0.5,
 )
-WAIT = 10.0
-"""Seconds that no answer may take."""
-
-
-@contextmanager
-def serving(app: ASGIApp, settings: ServerSettings) -> Iterator[DrainingServer]:
-    """A server on a thread; whatever its clients did, nothing is left of their connections."""
-    inner, drain = guarded(app, settings, [])
-    config = uvicorn.Config(
-        inner, port=0, log_config=None, lifespan="off", **uvicorn_options(settings)
-    )
-    server = DrainingServer(config, drain)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    wait_until(lambda: server.started)
-    yield server
-    wait_until(lambda: not server.server_state.connections)
-    assert drain.running == 0
-    server.should_exit = True
-    thread.join(WAIT)
-    assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +55,8 @@ def server() -> Iterator[DrainingServer]:
 
 
 @pytest.fixture(scope="module")
-def address(server: DrainingServer) -> tuple[str, int]:
-    host, port = server.servers[0].sockets[0].getsockname()
-    return host, port
+def address(server: DrainingServer) -> Address:
+    return address_of(server)
 
 
 async def flood(scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,41 +69,7 @@ async def flood(scope: Scope, receive: Receive, send: Send) -> None:
         await asyncio.sleep(0)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
-def connect(address: tuple[str, int]) -> socket.socket:
-    return socket.create_connection(address, timeout=WAIT)
-
-
-def read_all(client: socket.socket) -> bytes:
-    """Until the server closes."""
-    parts = []
-    with suppress(ConnectionResetError):
-        while part := client.recv(65_536):
-            parts.append(part)
-    return b"".join(parts)
-
-
-def status_of(answer: bytes) -> int:
-    return int(answer.split(b" ", 2)[1])
-
-
-HEAD = b"POST /v1/x HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-
-
-def exchange(address: tuple[str, int], *parts: bytes) -> bytes:
-    with closing(connect(address)) as client:
-        for part in parts:
-            client.sendall(part)
-        return read_all(client)
-
-
-def test_a_request_is_answered(address: tuple[str, int]) -> None:
+def test_a_request_is_answered(address: Address) -> None:
     answer = exchange(address, HEAD, b"connection: close\r\ncontent-length: 2\r\n\r\n{}")
     assert status_of(answer) == 200
 
@@ -130,7 +79,7 @@ def test_a_request_is_answered(address: tuple[str, int]) -> None:
     [b"", b"P", HEAD, HEAD + b"x: " + b"y" * 100],
     ids=["nothing", "one byte", "half of the headers", "half of a header"],
 )
-def test_headers_that_stay_out_end_the_connection(address: tuple[str, int], sent: bytes) -> None:
+def test_headers_that_stay_out_end_the_connection(address: Address, sent: bytes) -> None:
     assert exchange(address, sent) == b""
 
 
@@ -143,7 +92,7 @@ def test_headers_that_stay_out_end_the_connection(address: tuple[str, int], sent
     ids=["the rest of a refused body", "an empty line between requests"],
 )
 def test_a_connection_that_stays_after_its_answer_ends(
-    address: tuple[str, int], sent: bytes, more: bytes, status: int
+    address: Address, sent: bytes, more: bytes, status: int
 ) -> None:
     """uvicorn stops its timer at any byte, and a few thousand such connections fill a server."""
     with closing(connect(address)) as client:
@@ -164,14 +113,14 @@ def test_a_connection_that_stays_after_its_answer_ends(
     ],
     ids=["long", "endless", "many", "line"],
 )
-def test_too_many_headers_are_431(address: tuple[str, int], sent: bytes) -> None:
+def test_too_many_headers_are_431(address: Address, sent: bytes) -> None:
     answer = exchange(address, sent)
     assert status_of(answer) == 431
     assert b"4096 bytes" in answer
 
 
 @pytest.mark.parametrize("sent", [b"\x16\x03\x01\x02\x00\x01", b"HELLO\r\n\r\n", b"\x00" * 50])
-def test_what_is_no_http_is_400(address: tuple[str, int], sent: bytes) -> None:
+def test_what_is_no_http_is_400(address: Address, sent: bytes) -> None:
     assert status_of(exchange(address, sent)) == 400
 
 
@@ -180,12 +129,12 @@ def test_what_is_no_http_is_400(address: tuple[str, int], sent: bytes) -> None:
     [b"content-length: 50\r\n\r\n{", b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n"],
     ids=["length", "chunked"],
 )
-def test_a_body_that_stays_out_is_408(address: tuple[str, int], sent: bytes) -> None:
+def test_a_body_that_stays_out_is_408(address: Address, sent: bytes) -> None:
     answer = exchange(address, HEAD + sent)
     assert status_of(answer) == 408
 
 
-def test_a_body_of_one_byte_at_a_time_is_408(address: tuple[str, int]) -> None:
+def test_a_body_of_one_byte_at_a_time_is_408(address: Address) -> None:
     """Each byte renews no timer."""
     with closing(connect(address)) as client:
         client.sendall(HEAD + b"content-length: 1000\r\n\r\n")
@@ -203,7 +152,7 @@ def test_a_body_of_one_byte_at_a_time_is_408(address: tuple[str, int]) -> None:
 
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_a_body_that_is_too_large_is_413_and_its_sender_sees_it(
-    address: tuple[str, int], is_chunked: bool
+    address: Address, is_chunked: bool
 ) -> None:
     """The connection is not reset under a client that still sends."""
     if is_chunked:
@@ -219,7 +168,7 @@ def test_a_body_that_is_too_large_is_413_and_its_sender_sees_it(
     assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "body_too_large"
 
 
-def test_trailers_have_the_limit_of_headers(address: tuple[str, int]) -> None:
+def test_trailers_have_the_limit_of_headers(address: Address) -> None:
     trailers = b"x: " + b"y" * 2000 + b"\r\n"
     sent = b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n" + trailers * 4 + b"\r\n"
     answer = exchange(address, HEAD + sent)
@@ -227,7 +176,7 @@ def test_trailers_have_the_limit_of_headers(address: tuple[str, int]) -> None:
 
 
 def test_a_client_that_reads_nothing_is_cut_at_the_deadline(
-    server: DrainingServer, address: tuple[str, int]
+    server: DrainingServer, address: Address
 ) -> None:
     """Closing would wait for it to read, and its connection would stay."""
     connections = server.server_state.connections
@@ -236,6 +185,31 @@ def test_a_client_that_reads_nothing_is_cut_at_the_deadline(
         client.sendall(HEAD.replace(b"/v1/x", b"/flood") + b"content-length: 2\r\n\r\n{}")
         wait_until(lambda: bool(connections))
         wait_until(lambda: not connections)
+
+
+@pytest.mark.parametrize("end", [b"\r\n", b"connection: close\r\n\r\n"], ids=["open", "closed"])
+@pytest.mark.parametrize("count", [1, 20])
+def test_a_client_that_reads_nothing_of_its_answers_is_cut(end: bytes, count: int) -> None:
+    """Of safe methods too, which have no deadline, and once the server has closed."""
+    settings = ServerSettings(port=0, limits=LimitSettings(write_timeout_s=0.3))
+    with serving(long, settings) as server, closing(connect(address_of(server))) as client:
+        client.sendall((GET + end) * count)
+        wait_until(lambda: bool(server.server_state.connections))
+        wait_until(lambda: not server.server_state.connections)
+        wait_until(lambda: not server.server_state.tasks)
+
+
+def test_a_client_that_reads_slowly_gets_its_whole_answer() -> None:
+    """However long it takes: each part that is taken gives it the time anew."""
+    settings = ServerSettings(port=0, limits=LimitSettings(write_timeout_s=0.5))
+    with serving(long, settings) as server, closing(connect(address_of(server))) as client:
+        client.sendall(GET + b"connection: close\r\n\r\n")
+        size, began = 0, time.monotonic()
+        while part := client.recv(200_000):
+            size += len(part)
+            time.sleep(len(part) / 20_000_000)
+        assert size > LONG
+        assert time.monotonic() - began > 3 * settings.limits.write_timeout_s
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
@@ -255,7 +229,7 @@ def test_an_answer_to_a_client_that_has_just_left_is_no_error(
         await send({"type": "http.response.body", "body": b"data: x\n\n", "more_body": True})
 
     with serving(late, ServerSettings(port=0)) as server:
-        exchange(server.servers[0].sockets[0].getsockname(), HEAD, b"content-length: 2\r\n\r\n{}")
+        exchange(address_of(server), HEAD, b"content-length: 2\r\n\r\n{}")
     assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
 
 
@@ -276,7 +250,7 @@ def test_a_client_that_leaves_ends_its_stream_also_where_another_request_waits_b
         sending.cancel()
 
     with serving(until_gone, ServerSettings(port=0)) as server:
-        with closing(connect(server.servers[0].sockets[0].getsockname())) as client:
+        with closing(connect(address_of(server))) as client:
             client.sendall((HEAD + b"content-length: 2\r\n\r\n{}") * 2)
             assert client.recv(1000)
         wait_until(lambda: not server.server_state.tasks)
@@ -284,7 +258,7 @@ def test_a_client_that_leaves_ends_its_stream_also_where_another_request_waits_b
 
 def test_one_connection_too_many_is_503_in_the_shape_of_all_errors() -> None:
     with serving(echo, ServerSettings(port=0, limits=LimitSettings(max_connections=2))) as server:
-        address = server.servers[0].sockets[0].getsockname()
+        address = address_of(server)
         request = HEAD + b"content-length: 2\r\n\r\n{}"
         with closing(connect(address)) as first, closing(connect(address)) as second:
             for client in (first, second):
@@ -299,7 +273,7 @@ def test_one_connection_too_many_is_503_in_the_shape_of_all_errors() -> None:
 def test_idle_connections_far_beyond_the_limit_are_refused_at_once() -> None:
     """Else they would hold files that the server needs until their headers are late."""
     with serving(echo, ServerSettings(port=0, limits=LimitSettings(max_connections=1))) as server:
-        address = server.servers[0].sockets[0].getsockname()
+        address = address_of(server)
         clients = [connect(address) for _ in range(1 + MAX_BEYOND)]
         wait_until(lambda: len(server.server_state.connections) == len(clients))
         answer = exchange(address)
@@ -310,27 +284,34 @@ def test_idle_connections_far_beyond_the_limit_are_refused_at_once() -> None:
     assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "server_full"
 
 
-def test_pipelined_requests_are_answered_in_order(address: tuple[str, int]) -> None:
+def test_each_refusal_that_reaches_no_application_is_counted_by_its_status() -> None:
+    counted: list[int] = []
+    limits = LimitSettings(max_connections=1, max_header_bytes=1024)
+    settings = ServerSettings(port=0, limits=limits)
+    with serving(echo, settings, on_refusal=counted.append) as server:
+        address = address_of(server)
+        request = HEAD + b"content-length: 2\r\n\r\n{}"
+        with closing(connect(address)) as first:
+            first.sendall(request)
+            assert status_of(first.recv(65_536)) == 200
+            exchange(address, request * 3)  # The answer to the first one ends the connection.
+            wait_until(lambda: len(server.server_state.connections) == 1)
+        exchange(address, b"HELLO\r\n\r\n")
+        exchange(address, HEAD + b"x: " + b"y" * 2000)
+        clients = [connect(address) for _ in range(1 + MAX_BEYOND)]
+        wait_until(lambda: len(server.server_state.connections) == len(clients))
+        exchange(address)
+        for client in clients:
+            client.close()
+    assert counted == [503, 400, 431, 503]
+
+
+def test_pipelined_requests_are_answered_in_order(address: Address) -> None:
     bodies = [b'{"n": %d}' % index for index in range(5)]
     requests = [HEAD + b"content-length: 8\r\n\r\n" + body for body in bodies]
     last = requests.pop().replace(b"host:", b"connection: close\r\nhost:")
     answer = exchange(address, b"".join([*requests, last]))
     assert [int(n) for n in re.findall(rb'\\"n\\": (\d)', answer)] == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
-def test_a_certificate_makes_the_server_speak_tls(tmp_path: Path) -> None:
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
-    files = ["-keyout", str(key), "-out", str(cert)]
-    subprocess.run([*make.split(), *names, *files], check=True, capture_output=True)
-    settings = ServerSettings(port=0, tls=TlsSettings(certfile=cert, keyfile=key))
-    with serving(echo, settings) as server:
-        _, port = server.servers[0].sockets[0].getsockname()
-        context = ssl.create_default_context(cafile=cert)
-        answer = httpx.post(f"https://localhost:{port}/v1/x", content=b"{}", verify=context)
-        assert answer.status_code == 200
 
 
 PROGRAM = """

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 import yaml
 from hypothesis import given, settings, strategies as st
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm_core.errors import ConfigError
 from nanovllm_server.errors import ApiError
@@ -55,7 +55,7 @@ from nanovllm_server.guard.prompts import (
 from nanovllm_server.guard.rates import Allowance, Rates
 from nanovllm_server.guard.request_ids import RequestIds
 from nanovllm_server.guard.settings import CorsSettings
-from nanovllm_server.settings import ServerSettings
+from nanovllm_server.settings import ServerSettings, parse_settings
 
 from .toy import Answer, Stream, call, echo, scope_of
 
@@ -298,8 +298,8 @@ def test_a_client_that_comes_beyond_the_table_takes_the_row_of_one_that_is_idle(
 # -- bodies
 
 
-def limited(max_bytes: int = 100, timeout_s: float = 5.0) -> BodyLimit:
-    return BodyLimit(echo, max_bytes, 8, timeout_s)
+def limited(timeout_s: float = 5.0, app: ASGIApp = echo) -> BodyLimit:
+    return BodyLimit(app, max_bytes=100, max_total_bytes=250, max_depth=8, timeout_s=timeout_s)
 
 
 def test_a_body_in_parts_reaches_the_app_whole() -> None:
@@ -322,6 +322,42 @@ def test_a_body_beyond_the_limit_is_413_however_it_comes(
 def test_a_body_that_stays_out_is_408() -> None:
     answer = ask(limited(timeout_s=0.05), (b"{", 60.0, b"}"))
     assert answer.status == 408
+
+
+def test_bodies_beyond_the_limit_of_all_are_503_until_a_request_is_over() -> None:
+    """Each counts with what has come: one that is only announced takes no memory."""
+
+    async def main() -> None:
+        stream = Stream()
+        app = limited(app=stream)
+        coming, announced = [b" " * 100, 60.0, b"{}"], [60.0, b" " * 100]
+        held = [asyncio.create_task(call(app, scope_of(), coming)) for _ in range(2)]
+        silent = asyncio.create_task(call(app, scope_of(content_length="100"), announced))
+        await asyncio.sleep(0.01)
+        refused = await call(app, scope_of(), (b" " * 30, b" " * 30))
+        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+        assert refused.headers["connection"] == "close"
+        assert refused.error["code"] == "bodies_full"
+        for word in ("limit of 250", "serve.limits.max_total_body_bytes"):
+            assert word in refused.error["message"]
+        running = asyncio.create_task(call(app, scope_of(), (b" " * 50,)))
+        await stream.started.wait()
+        assert (await call(app, scope_of(), (b" ",))).status == 503
+        held[0].cancel()
+        stream.go.set()
+        assert (await running).status == 200
+        answers = [await call(app, scope_of(), (b" " * 100,)) for _ in range(3)]
+        assert [one.status for one in answers] == [200] * 3
+        held[1].cancel()
+        silent.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_limit_of_all_bodies_that_holds_not_one_is_refused() -> None:
+    limits = {"max_body_bytes": 2000, "max_total_body_bytes": 1999}
+    with pytest.raises(ConfigError, match=r"max_total_body_bytes.*at least max_body_bytes"):
+        parse_settings({"limits": limits})
 
 
 def deep(value: object) -> int:

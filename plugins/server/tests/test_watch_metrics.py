@@ -7,17 +7,23 @@ import json
 import os
 import re
 import tempfile
+import threading
+import time
 import urllib.request
 from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import inf
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given, settings, strategies as st
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from uvicorn import Server
 
 from nanovllm_core import AsyncLLM, EngineConfig, SamplingParams
 from nanovllm_kit import (
@@ -25,6 +31,8 @@ from nanovllm_kit import (
     PluginUnderTest,
     plugin_under_test,
 )
+from nanovllm_server.server import address, make_server
+from nanovllm_server.settings import parse_settings
 from nanovllm_server.watch.exposition import HttpMetrics, HttpMetricsMiddleware
 from nanovllm_server.watch.metrics import GAUGES, LAYOUT, PREFIX
 from nanovllm_server.watch.plugin import PROMETHEUS
@@ -255,6 +263,33 @@ def test_http_requests_are_counted_by_route_and_status_with_few_labels() -> None
     assert count("/left", 499) == 1
     assert count("other", 500) == 1
     assert registry.get_sample_value(f"{PREFIX}http_requests_in_progress") == 0
+
+
+def test_refusals_of_a_full_server_are_in_the_metrics(llm: AsyncLLM) -> None:
+    """An alert on 5xx sees them, though none of them reaches the application."""
+    settings = parse_settings({"port": 0, "limits": {"max_connections": 1}})
+    with running(make_server(llm, settings)) as server, httpx.Client(timeout=10) as first:
+        url = address(server)
+        assert first.get(f"{url}/version").status_code == 200
+        assert httpx.get(f"{url}/version", timeout=10).status_code == 503
+        values = samples(first.get(f"{url}/metrics").text)
+    labels = {"handler": "other", "method": "other", "status": "503"}
+    assert values["http_requests_total" + json.dumps(labels)] == 1
+
+
+@contextmanager
+def running(server: Server) -> Iterator[Server]:
+    """The server, on a thread."""
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    end = time.monotonic() + 20
+    while not server.started:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    yield server
+    server.should_exit = True
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def test_a_signal_leaves_no_folder_behind_even_as_it_is_made(

@@ -79,6 +79,16 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": json.dumps(told).encode()})
 
 
+LONG = 40_000_000
+"""Bytes that fit into no buffer of the system."""
+
+
+async def long(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with `LONG` bytes."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"x" * LONG})
+
+
 class Stream:
     """Sends the head of a stream and one event, and the rest when `go` is set."""
 

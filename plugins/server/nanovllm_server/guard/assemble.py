@@ -42,7 +42,13 @@ def guarded(
     check_exposure(settings.host, bool(keys), settings.allow_anonymous)
     limits, cors = settings.limits, settings.cors
     ledger = ledger or make_ledger(settings)
-    app = BodyLimit(app, limits.max_body_bytes, limits.max_json_depth, limits.body_timeout_s)
+    app = BodyLimit(
+        app,
+        limits.max_body_bytes,
+        limits.max_total_body_bytes,
+        limits.max_json_depth,
+        limits.body_timeout_s,
+    )
     app = Rates(app, limits.requests_per_minute, limits.burst, limits.max_concurrent, ledger=ledger)
     app = Keys(app, keys, settings.public_paths)
     app = deadlines = Deadlines(app, limits.timeout_s, limits.max_timeout_s)
@@ -65,16 +71,17 @@ def make_ledger(settings: ServerSettings, fronts: int = 1) -> Ledger:
     return Ledger.create(fronts, settings.limits.max_connections)
 
 
-def uvicorn_options(settings: ServerSettings, ledger: Ledger | None = None) -> dict[str, Any]:
-    """The arguments of `uvicorn.Config` that the guards need."""
-    limits = settings.limits
+def uvicorn_options(
+    settings: ServerSettings,
+    ledger: Ledger | None = None,
+    on_refusal: Callable[[int], None] = lambda status: None,
+) -> dict[str, Any]:
+    """The arguments of `uvicorn.Config` that the guards need.
+
+    `on_refusal` counts, by status, the answers of connections that reach no application.
+    """
     return {
-        "http": connection_class(
-            limits.max_header_bytes,
-            limits.header_timeout_s,
-            limits.max_connections,
-            ledger or make_ledger(settings),
-        ),
+        "http": connection_class(settings.limits, ledger or make_ledger(settings), on_refusal),
         # A websocket would go around the guards, which are for HTTP.
         "ws": "none",
         # What the drain has left: streams of GET, and connections of clients that do not read.

@@ -10,9 +10,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm_server.errors import ApiError
 from nanovllm_server.guard.asgi import SAFE_METHODS, header, send_error
+from nanovllm_server.guard.budget import Budget, Share
 
 LINGER_SECONDS = 2.0
-"""So long a body that is too large is still read, so that its sender sees the answer."""
+"""So long a refused body is still read, so that its sender sees the answer."""
 
 
 class BodyLimit:
@@ -20,11 +21,16 @@ class BodyLimit:
 
     413 beyond `max_bytes`, however the body comes; 408 if it is not there after `timeout_s`; 400
     for JSON that is nested deeper than `max_depth`. A client that goes away gets no answer.
+    503 if the bodies of the requests under way would have more than `max_total_bytes`. A body
+    counts with what has come, until the request is over: the application keeps it as long.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, max_depth: int, timeout_s: float) -> None:
+    def __init__(
+        self, app: ASGIApp, max_bytes: int, max_total_bytes: int, max_depth: int, timeout_s: float
+    ) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._budget = Budget(max_total_bytes)
         self._max_depth = max_depth
         self._timeout_s = timeout_s
 
@@ -32,9 +38,13 @@ class BodyLimit:
         if scope["type"] != "http" or scope["method"] in SAFE_METHODS:
             await self._app(scope, receive, send)
             return
+        with Share(self._budget) as share:
+            await self._serve(scope, receive, send, share)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, share: Share) -> None:
         incoming = Incoming(receive)
         try:
-            body = await self._read(scope, incoming)
+            body = await self._read(scope, incoming, share)
         except ApiError as error:
             await _refuse(incoming, send, error)
             return
@@ -47,7 +57,7 @@ class BodyLimit:
             return
         await self._app(scope, _replay(body, receive), send)
 
-    async def _read(self, scope: Scope, incoming: Incoming) -> bytes | None:
+    async def _read(self, scope: Scope, incoming: Incoming, share: Share) -> bytes | None:
         """The body; None if the client has gone."""
         length = header(scope, b"content-length") or ""
         if length.isdecimal() and (len(length) > 18 or int(length) > self._max_bytes):
@@ -64,6 +74,7 @@ class BodyLimit:
                     size += len(part)
                     if size > self._max_bytes:
                         raise self._too_large("is larger")
+                    share.grow(size)
                     parts.append(part)
                     if incoming.is_over:
                         return b"".join(parts)

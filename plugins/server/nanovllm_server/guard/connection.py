@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import (
@@ -18,14 +18,20 @@ from nanovllm_server.errors import ApiError
 from nanovllm_server.guard.asgi import encode, retry_after, send_error
 from nanovllm_server.guard.ledger import CONNECTIONS, Ledger
 from nanovllm_server.guard.logs import AccessLog
+from nanovllm_server.guard.parser import PlainParser
 from nanovllm_server.guard.request_ids import RequestIds
+
+if TYPE_CHECKING:
+    from nanovllm_server.guard.settings import LimitSettings
 
 MAX_HEADER_BYTES = 32_768
 """Of one request: its line, its headers, and the trailers of a chunked body."""
 HEADER_SECONDS = 10.0
 """From the start of a connection or a request to the end of its headers."""
+WRITE_SECONDS = 30.0
+"""So long a client may take nothing of an answer that waits for it."""
 MAX_CONNECTIONS = 4096
-"""Of one server, over all its fronts; requests on further ones are answered by `full`."""
+"""Of one server, over all its fronts; requests on further ones are answered with `FULL`."""
 
 
 MAX_BEYOND = 64
@@ -40,30 +46,29 @@ FULL = ApiError(
 )
 
 
-async def full(scope: Scope, receive: Receive, send: Send) -> None:
-    """The application of a connection too many. uvicorn has one that answers in plain text."""
-    await send_error(send, FULL, close=True)
-    await send({"type": "http.response.body"})
-
-
-logged_full = RequestIds(AccessLog(full))
-
-
 class Connection(HttpToolsProtocol):
     """431 beyond `MAX_HEADER_BYTES`, 503 beyond `MAX_CONNECTIONS`; unasked, `MAX_BEYOND` later.
 
     It is closed if the headers of a request are not complete in `HEADER_SECONDS`. So it is if, so
     long after an answer, neither the rest of that request's body nor a further request is there:
     uvicorn's own timer ends at the first byte that comes.
+    It is cut if its client takes nothing of a waiting answer for `WRITE_SECONDS`: uvicorn waits for
+    it without end, and so does the transport once it is closed.
     Offers `scope["state"]["abort_connection"]`, which drops what is not sent: closing would wait
     for a client that does not read.
     """
 
     max_header_bytes = MAX_HEADER_BYTES
     header_seconds = HEADER_SECONDS
+    write_seconds = WRITE_SECONDS
     max_connections = MAX_CONNECTIONS
     ledger: Ledger
+    on_refusal: Callable[[int], None]
+    """Called with the status of each answer that the application does not give."""
     _header_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+    _unsent_bytes = 0
+    """At the last look; 0 where nothing waited, or all that waited was sent since."""
     _raw_bytes = 0
     """That came while the headers were incomplete: one that never ends reaches no callback."""
     _header_bytes = 0
@@ -72,8 +77,13 @@ class Connection(HttpToolsProtocol):
     _cycles: Sequence[RequestResponseCycle] = ()
     """Requests whose answer is not complete, and perhaps the last one that is."""
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.parser = PlainParser(self)  # type: ignore[assignment]  # it has the methods in use
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._look_at_writing()
         self.ledger.put(CONNECTIONS, len(self.connections))
         if self.ledger.total(CONNECTIONS) > self.max_connections + MAX_BEYOND:
             self._refuse(FULL)
@@ -82,6 +92,8 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
         super().connection_lost(exc)
         for cycle in self._cycles:  # uvicorn tells the last one alone, which may wait behind others
             cycle.disconnected = not cycle.response_complete
@@ -94,6 +106,10 @@ class Connection(HttpToolsProtocol):
         super().data_received(data)
         if not self._has_headers and self._raw_bytes > self.max_header_bytes:
             self.send_400_response("")
+
+    def resume_writing(self) -> None:
+        self._unsent_bytes = 0
+        super().resume_writing()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -113,7 +129,7 @@ class Connection(HttpToolsProtocol):
         self._has_headers = True
         self._stop_timer()
         if self.ledger.total(CONNECTIONS) > self.max_connections:
-            self.app = logged_full
+            self.app = RequestIds(AccessLog(self._full))
         super().on_headers_complete()
         cycle: Any = self.cycle
         cycle.send = partial(_send, cycle, cycle.send)
@@ -140,8 +156,15 @@ class Connection(HttpToolsProtocol):
             )
         self._refuse(refusal)
 
+    async def _full(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application of a connection too many. uvicorn has one that answers in plain text."""
+        self.on_refusal(FULL.status)
+        await send_error(send, FULL, close=True)
+        await send({"type": "http.response.body"})
+
     def _refuse(self, refusal: ApiError) -> None:
-        """Answer without the application, and close."""
+        """Answer without an application, and close."""
+        self.on_refusal(refusal.status)
         body = encode(refusal)
         headers = {
             "content-type": "application/json",
@@ -169,6 +192,19 @@ class Connection(HttpToolsProtocol):
         else:
             self._start_timer()
 
+    def _look_at_writing(self) -> None:
+        """Cut a client that has taken nothing since the last look; look again otherwise.
+
+        While bytes wait, no further ones are written, so that their number falls if any are taken.
+        """
+        is_waiting = self.flow.write_paused or self.transport.is_closing()
+        unsent = self.transport.get_write_buffer_size() if is_waiting else 0
+        if 0 < self._unsent_bytes <= unsent:
+            self.transport.abort()
+            return
+        self._unsent_bytes = unsent
+        self._write_timer = self.loop.call_later(self.write_seconds, self._look_at_writing)
+
     def _stop_timer(self) -> None:
         if self._header_timer is not None:
             self._header_timer.cancel()
@@ -186,13 +222,15 @@ def _send(cycle: RequestResponseCycle, send: Send, message: Message) -> Awaitabl
 
 
 def connection_class(
-    max_header_bytes: int, header_seconds: float, max_connections: int, ledger: Ledger
+    limits: LimitSettings, ledger: Ledger, on_refusal: Callable[[int], None]
 ) -> type[Connection]:
     """The class of connections with these limits, as uvicorn takes one. `ledger` counts them."""
-    limits: dict[str, Any] = {
-        "max_header_bytes": max_header_bytes,
-        "header_seconds": header_seconds,
-        "max_connections": max_connections,
+    fields: dict[str, Any] = {
+        "max_header_bytes": limits.max_header_bytes,
+        "header_seconds": limits.header_timeout_s,
+        "write_seconds": limits.write_timeout_s,
+        "max_connections": limits.max_connections,
         "ledger": ledger,
+        "on_refusal": staticmethod(on_refusal),
     }
-    return type("LimitedConnection", (Connection,), limits)
+    return type("LimitedConnection", (Connection,), fields)

@@ -18,6 +18,7 @@ from nanovllm_server.errors import ApiError
 from nanovllm_server.guard.asgi import SAFE_METHODS, retry_after, send_error
 from nanovllm_server.guard.deadlines import Deadlines
 from nanovllm_server.guard.ledger import REQUESTS, Ledger
+from nanovllm_server.guard.tls import tls_times
 
 log = logging.getLogger("nanovllm_server")
 
@@ -125,7 +126,9 @@ class DrainingServer(uvicorn.Server):
         self._num_handled = 0
 
     async def startup(self, sockets: Any = None) -> None:
-        await super().startup(sockets)
+        connection: Any = self.config.http_protocol_class  # of `uvicorn_options`
+        with tls_times(connection.header_seconds, connection.write_seconds):
+            await super().startup(sockets)
         if self.started:
             self.announce()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from nanovllm_core.api import ConfigError
 from nanovllm_server.section import ServerSection
@@ -26,6 +26,9 @@ class LimitSettings(ServerSection):
     """The most that a request may ask for with the header X-Request-Timeout."""
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
     """Of a request."""
+    max_total_body_bytes: int = Field(default=256 * 2**20, validate_default=True)
+    """Of all requests under way in one process together, at least `max_body_bytes`. Further bodies
+    get 503."""
     body_timeout_s: Seconds = 30.0
     """A body must be complete after so many seconds."""
     max_json_depth: int = Field(default=64, ge=8, le=500)
@@ -36,7 +39,11 @@ class LimitSettings(ServerSection):
     max_header_bytes: int = Field(default=32_768, ge=1024)
     """Of a request's line and headers."""
     header_timeout_s: Seconds = 10.0
-    """The headers of a request must be complete after so many seconds."""
+    """The headers of a request must be complete after so many seconds, and so must the handshake of
+    TLS."""
+    write_timeout_s: Seconds = 30.0
+    """A client that takes nothing of a waiting answer for so many seconds is cut off, within twice
+    that time."""
     max_connections: int = Field(default=4096, ge=1)
     """Connections at one time; requests on further ones get 503. Fewer where a process may
     open fewer files."""
@@ -46,6 +53,16 @@ class LimitSettings(ServerSection):
     """Requests that may come at once within that rate."""
     max_concurrent: int | None = Field(default=None, ge=1)
     """Requests under way of each key or address. Left out: no limit."""
+
+    @field_validator("max_total_body_bytes")
+    @classmethod
+    def _holds_one_body(cls, total: int, others: ValidationInfo) -> int:
+        if total < (one := others.data.get("max_body_bytes", 0)):
+            raise ValueError(
+                f"must be at least max_body_bytes ({one}), or a body of that size is never taken; "
+                "raise it"
+            )
+        return total
 
 
 class TlsSettings(ServerSection):

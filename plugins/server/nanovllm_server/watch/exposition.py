@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 OTHER = "other"
-"""The label of a path that no route has: callers choose paths, and labels must stay few."""
+"""The label of a path that no route has: callers choose paths, and labels must stay few. It is also
+the method of what a connection refuses, where perhaps no request was read."""
 
 
 class EngineCollector(Collector):

@@ -14,6 +14,7 @@ from nanovllm_core import AsyncLLM, EngineConfig
 from nanovllm_core.api import ConfigError
 from nanovllm_engine_processes.held_folder import HeldFolder
 from nanovllm_server.watch.exposition import (
+    OTHER,
     EngineCollector,
     HttpMetrics,
     HttpMetricsMiddleware,
@@ -129,6 +130,10 @@ class Watch:
 
             app = TracingMiddleware(app, self._provider)
         return HttpMetricsMiddleware(app, self._http, self._paths_of_routes)
+
+    def count_refusal(self, status: int) -> None:
+        """Count an answer that a connection gave without the application."""
+        self._http.requests.labels(OTHER, OTHER, status).inc()
 
     @asynccontextmanager
     async def lifespan(self, _app: object) -> AsyncIterator[None]:
