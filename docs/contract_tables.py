@@ -11,6 +11,7 @@ from itertools import zip_longest
 
 from results_tables import table
 
+from nanovllm_core.interfaces.attention import DecodeMetadata, PrefillMetadata
 from nanovllm_core.interfaces.scheduler import (
     PrefillShare,
     RequestView,
@@ -64,7 +65,10 @@ def one_line(text: str) -> str:
 def fields_of(cls: type) -> str:
     """A table of what is read of a class."""
     rows = [
-        (f"`{one.name}`", f"`{one.type}`", one.text) for one in members(cls) if not one.is_method
+        # A bar would end the cell.
+        (f"`{one.name}`", f"`{one.type.replace(' | ', ' or ')}`", one.text)
+        for one in members(cls)
+        if not one.is_method
     ]
     return table((f"of a `{cls.__name__}`", "type", "meaning"), rows)
 
@@ -83,6 +87,11 @@ def versions_table() -> str:
 
 
 PLUGINS: Mapping[str, Callable[[], str]] = {"versions": versions_table}
+
+METADATA: Mapping[str, Callable[[], str]] = {
+    "decode metadata": partial(fields_of, DecodeMetadata),
+    "prefill metadata": partial(fields_of, PrefillMetadata),
+}
 
 _REQUEST = partial(fields_of, RequestView)
 

@@ -19,7 +19,7 @@ from statistics import mean
 from typing import Any
 
 from capability_tables import CAPABILITIES, job, shipped
-from contract_tables import PLUGINS, POLICY, SCHEDULER
+from contract_tables import METADATA, PLUGINS, POLICY, SCHEDULER
 from mixture_tables import MIXTURES
 from moe_tables import MOE
 from results_tables import (
@@ -274,6 +274,7 @@ DOCUMENTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "capabilities.md": CAPABILITIES,
     "limits.md": {"limits": limit_table},
     "plugins.md": PLUGINS,
+    "write/attention.md": METADATA,
     "write/policy.md": POLICY,
     "write/scheduler.md": SCHEDULER,
     "write/model.md": {"signatures": signatures},

@@ -11,6 +11,7 @@ or a field shows in tests/api/public_names.txt, and one that breaks a plugin rai
 version of its kind.
 """
 
+from nanovllm_core.config.choices import NamedPlugin as NamedPlugin
 from nanovllm_core.config.settings import EngineConfig as EngineConfig
 from nanovllm_core.errors import (
     ArchitectureError as ArchitectureError,

@@ -116,6 +116,28 @@ def test_check_says_ok(tmp_path: Path, fake: None) -> None:
     assert run("config", "check", "--config", str(file)) == f"{file}: OK\n"
 
 
+def test_check_looks_at_the_router_that_the_options_of_an_engine_client_name(
+    tmp_path: Path, fake: None
+) -> None:
+    pytest.importorskip("nanovllm_engine_processes", reason="needs the plugin")
+    file = tmp_path / "engine.yaml"
+    file.write_text("model: a/b\nengine_client: {name: processes, options: {router: prefx}}\n")
+    with pytest.raises(ConfigError, match="no router 'prefx' is installed; did you mean prefix"):
+        run("config", "check", str(file))
+
+
+def test_check_and_show_say_that_a_section_is_of_another_command(
+    tmp_path: Path, fake: None, install: Callable[..., None]
+) -> None:
+    install("nanovllm-party", {"nanovllm.commands": {"party": "party:app"}}, {})
+    file = tmp_path / "engine.yaml"
+    file.write_text("model: a/b\nparty: {guests: nonsense}\n")
+    checked, shown = (run("config", command, str(file)) for command in ("check", "show"))
+    assert checked == f"{file}: OK; party: is left to nanovllm party\n"
+    assert "\n# party: is left to nanovllm party\n" in shown
+    assert "guests" not in shown
+
+
 def test_check_takes_the_model_from_the_command_line_where_the_file_names_none(
     tmp_path: Path,
 ) -> None:

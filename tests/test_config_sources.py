@@ -170,6 +170,17 @@ def test_a_section_of_an_installed_command_is_left_to_it(
     assert {path.partition(".")[0] for path in loaded.sources} == {"model", "seed"}
 
 
+def test_a_misspelt_section_of_an_installed_command_is_recognised(
+    write: WriteYaml, install: Callable[..., None]
+) -> None:
+    """At the top of the file, where it may stand, and nowhere else."""
+    install("nanovllm-party", {"nanovllm.commands": {"party": "party:app"}}, {})
+    with pytest.raises(ConfigError, match=r"parti: unknown key .*; did you mean party\?"):
+        load(write("parti: {guests: 3}"))
+    with pytest.raises(ConfigError, match=r"cache.parti: unknown key .*; known here: block_size"):
+        load(write("cache: {parti: {guests: 3}}"))
+
+
 def test_a_section_of_no_installed_command_is_an_unknown_key(write: WriteYaml) -> None:
     with pytest.raises(ConfigError, match="party: unknown key"):
         load(write("party: {guests: 3}"))
@@ -294,7 +305,13 @@ def test_keywords_without_a_field_say_what_to_do(keyword: str) -> None:
         ("tokenizer: ''", "tokenizer: '' must be text of 1 or more characters"),
         ("attention: {backend: 5}", "attention.backend: 5 must be text"),
         ("attention: {prefill: {backend: 5}}", "attention.prefill.backend: 5 must be text"),
-        ("attention: 5", "attention: 5 must be a section"),
+        ("attention: 5", "attention: 5 must be the name of a plugin, or a section of `key: value`"),
+        ("scheduler: [sjf]", "scheduler: ['sjf'] must be the name of a plugin, or a section"),
+        ("observers: [[a]]", "observers[0]: ['a'] must be the name of a plugin, or a section"),
+        ("attention: flash+triton",
+         "'flash+triton' is a pair; in YAML write {prefill: flash, decode: triton} ["),
+        ("cach: {}", "cach: unknown key (value {}); did you mean cache? ["),
+        ("cache: {block_size: 32, blok: {}}", "cache.blok: unknown key (value {}); "),
         ("attention: {backend: a, prefill: b}", "attention: give either backend and options"),
         ("cache: 3", "cache: 3 must be a section of `key: value` lines"),
         ("cache: {1: 2}", "cache: the key 1 must be text; put it in quotes"),

@@ -80,6 +80,20 @@ def nanovllm_sinks_flushed(count):
 """
 
 
+WRITER = """
+from pydantic import BaseModel, ConfigDict
+from nanovllm_core.api import NamedPlugin, ObserverSpec, hookimpl
+
+class Options(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    sink: NamedPlugin = NamedPlugin(name="lines")
+
+@hookimpl
+def nanovllm_observers():
+    return [ObserverSpec(name="writer", impl="writer:Writer", contract=1, options=Options)]
+"""
+
+
 def declare(install: Install, declaration: str = DECLARATION, hookspecs: str = HOOKSPECS) -> None:
     modules = {"sink_kind": declaration, "sink_hookspecs": hookspecs, "sink_spec": SPEC}
     install("nanovllm-sinks", {KINDS_GROUP: {"sink": "sink_kind"}}, modules)
@@ -103,6 +117,22 @@ def test_a_plugin_of_a_declared_kind_is_resolved_and_made_as_any_other(install: 
     assert (made.options.path, made.unit) == ("here", "ms")
     with pytest.raises(ConfigError, match=r"sinks\.0\.pth: unknown option .* did you mean path"):
         manager.resolve("sink", "lines", {"pth": "x"}, path="sinks.0")
+
+
+def test_a_plugin_that_options_name_is_checked_with_them(install: Install) -> None:
+    """`config check` and `explain` then say what a start would."""
+    declare(install)
+    add_plugin(install)
+    install("writer", {"nanovllm.observers": {"writer": "writer"}}, {"writer": WRITER})
+    manager = get_plugin_manager()
+    named = {"name": "lines", "options": {"path": "here"}}
+    for right in ({}, {"sink": "lines"}, {"sink": named}):
+        manager.resolve("observer", "writer", right)
+    with pytest.raises(PluginNotFoundError, match="no sink 'lins' is installed; did you mean line"):
+        manager.resolve("observer", "writer", {"sink": "lins"})
+    wrong = {"sink": {**named, "options": {"pth": "here"}}}
+    with pytest.raises(ConfigError, match=r"observers\[0\]\.options\.sink\.options\.pth: unknown"):
+        manager.resolve("observer", "writer", wrong, "observers[0].options")
 
 
 def test_listing_a_declared_kind_imports_nothing(install: Install) -> None:

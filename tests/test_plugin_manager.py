@@ -192,7 +192,10 @@ def test_a_name_of_the_core_is_given_up_by_the_other_distribution(install: Insta
     with pytest.raises(PluginConflictError) as caught:
         get_plugin_manager().spec("scheduler", "fcfs")
     remedy = str(caught.value).partition("; ")[2]
-    assert remedy == "uninstall zz-mine, or leave it out with plugins: {disable: [zz-mine]}"
+    assert remedy == (
+        "uninstall zz-mine, or leave it out with plugins: {disable: [zz-mine]} "
+        "(for a command: NANOVLLM_PLUGINS__DISABLE='[zz-mine]')"
+    )
 
 
 def test_a_conflict_is_settled_by_leaving_one_distribution_out(install: Install) -> None:

@@ -43,6 +43,8 @@ def show(
     loaded = load_with_sources(file=path, overrides=flags)
     for line in render(loaded.config.model_dump(), loaded.sources):
         print(line)
+    for name in loaded.sections:
+        print(f"# {name}: is left to nanovllm {name}")
 
 
 @app.command()
@@ -59,10 +61,12 @@ def check(
     path = one_file(file, config)
     if path is None:
         raise typer.BadParameter("name a file, as in: nanovllm config check engine.yaml")
-    checked = load_with_sources(model, file=path, env={}).config
+    loaded = load_with_sources(model, file=path, env={})
+    checked = loaded.config
     plugins = get_plugin_manager(disable=checked.plugins.disable)
     raise_all([partial(check_plugins, plugins, checked), partial(check_model, plugins, checked)])
-    print(f"{path}: OK")
+    left = "".join(f"; {one}: is left to nanovllm {one}" for one in loaded.sections)
+    print(f"{path}: OK{left}")
 
 
 def check_model(manager: PluginManager, config: EngineConfig) -> None:

@@ -70,10 +70,18 @@ def _add(app: typer.Typer, path: str, name: str, entries: Sequence[EntryPoint]) 
         command = load_command(path, entries)
         command.main(ctx.args, prog_name=ctx.command_path, help_option_names=ctx.help_option_names)
 
-    summary = "Not installed." if not entries else f"From {' and '.join(map(_owner, entries))}."
     app.command(
-        name, cls=ForwardingCommand, help=summary, add_help_option=False, hidden=not entries
+        name, cls=ForwardingCommand, help=_about(entries), add_help_option=False, hidden=not entries
     )(forward)
+
+
+def _about(entries: Sequence[EntryPoint]) -> str:
+    """The owners of a command, and the summary in the metadata of one that owns it alone."""
+    if not entries:
+        return "Not installed."
+    distribution = entries[0].dist if len(entries) == 1 else None
+    summary = distribution and distribution.metadata.json.get("summary")
+    return f"From {' and '.join(map(_owner, entries))}{f': {summary}' if summary else ''}."
 
 
 def load_command(path: str, entries: Sequence[EntryPoint]) -> Any:

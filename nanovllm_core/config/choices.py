@@ -92,6 +92,14 @@ class AttentionChoice(PluginChoice):
     options: dict[str, Any] = {}
     """The settings of that plugin; each plugin has its own."""
 
+    @model_validator(mode="after")
+    def _is_no_pair(self) -> Self:
+        if "+" in self.backend:
+            prefill, _, decode = self.backend.partition("+")
+            written = f"{{prefill: {prefill}, decode: {decode}}}"
+            raise ValueError(f"{shown(self.backend)} is a pair; in YAML write {written}")
+        return self
+
 
 class AttentionSettings(Section):
     """The attention backends: a name, `{backend, options}`, or one of these for each phase.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from nanovllm_core.config.choices import NamedPlugin
+from nanovllm_core.config.choices import NamedPlugin, choice_models
 from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.config.yaml_reader import flow_yaml
 from nanovllm_core.errors import clip, did_you_mean, nearest, shown
@@ -61,6 +62,11 @@ EXPECTED: Mapping[str, str] = {
 """The requirement on a value, by the type of pydantic's error or the first word of that type; the
 error's `ctx` holds the limits."""
 
+PLUGIN_MODELS = {"AttentionSettings", NamedPlugin.__name__} | {
+    model.__name__ for _, model in choice_models(EngineConfig)
+}
+"""What pydantic calls the sections for which a plugin's name is short."""
+
 LAX: Mapping[str, TypeAdapter[Any]] = {
     "int_type": TypeAdapter(int),
     "float_type": TypeAdapter(float),
@@ -93,8 +99,13 @@ def one_line_each(details: Sequence[ErrorDetails], line: Callable[[ErrorDetails]
     return "\n".join(lines)
 
 
-def explain_config(error: ValidationError, sources: Mapping[str, str]) -> str:
-    """One line for each thing wrong in an `EngineConfig`, with the source that said it."""
+def explain_config(
+    error: ValidationError, sources: Mapping[str, str], commands: Iterable[str] = ()
+) -> str:
+    """One line for each thing wrong in an `EngineConfig`, with the source that said it.
+
+    `commands` are installed, and each may have a section of its own.
+    """
 
     def line(detail: ErrorDetails) -> str:
         path = dotted(place(detail))
@@ -103,7 +114,7 @@ def explain_config(error: ValidationError, sources: Mapping[str, str]) -> str:
         parts = ".".join(str(part) for part in location if part != "[key]")
         in_a_phase = parts.replace("attention.", "attention.prefill.", 1)
         source = _source_of(parts, sources) or _source_of(in_a_phase, sources)
-        text = explain(detail, path, _hint).removeprefix(": ")
+        text = explain(detail, path, partial(_hint, commands=commands)).removeprefix(": ")
         return text + (f" [{clip(source)}]" if source else "")
 
     return one_line_each(_once_for_both_phases(error.errors(include_url=False)), line)
@@ -148,7 +159,9 @@ def explain(
             names = [name.strip("'") for name in allowed.replace(" or ", ", ").split(", ")]
             match = did_you_mean(value, names) if isinstance(value, str) else ""
             return f"{subject} must be {allowed}{match}"
-    if expected := EXPECTED.get(kind) or EXPECTED.get(kind.partition("_")[0]):
+    if kind == "model_type" and detail["ctx"]["class_name"] in PLUGIN_MODELS:
+        said = f"must be the name of a plugin, or {SECTION}"
+    elif expected := EXPECTED.get(kind) or EXPECTED.get(kind.partition("_")[0]):
         said = f"must be {expected.format(**detail.get('ctx', {}))}"
     else:
         said = clip(detail["msg"].replace("Input should", "must"), 500)
@@ -199,7 +212,7 @@ PATHS = {
 """Where each key belongs, by its last part or nano-vllm's name: the first of the shortest."""
 
 
-def _hint(detail: ErrorDetails) -> str:
+def _hint(detail: ErrorDetails, commands: Iterable[str]) -> str:
     """What to write for a missing key; for an unknown one, where it belongs or one like it."""
     key = str(detail["loc"][-1])
     if detail["type"] == "missing":
@@ -209,7 +222,8 @@ def _hint(detail: ErrorDetails) -> str:
         return f"; in a file, write {key.replace('.', ': {')}: {value}{'}' * key.count('.')}"
     # What is no section is an item of a list of plugins.
     known = SECTIONS.get(dotted(detail["loc"][:-1]), [*NamedPlugin.model_fields])
-    match = PATHS.get(key) or nearest(key, known) or PATHS.get(nearest(key, PATHS) or "")
+    near = nearest(key, [*known, *commands] if len(detail["loc"]) == 1 else known)
+    match = PATHS.get(key) or near or PATHS.get(nearest(key, PATHS) or "")
     return f"; did you mean {match}?" if match else f"; known here: {', '.join(known)}"
 
 

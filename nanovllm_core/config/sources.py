@@ -104,7 +104,8 @@ def load_with_sources(
     content = [] if file is None else [Given(str(file), (), read_yaml(file), str(file))]
     own = [Given(name, (name,), value, "default") for name, value in (defaults or {}).items()]
     tree: dict[str, Any] = {}
-    for entries in (own, content, from_environment(env), arguments):
+    layers = own, content, [*from_environment(env)], arguments
+    for entries in layers:
         tree = merge(tree, layer(entries))
     commands = entry_points(group=COMMAND_GROUP).names if tree.keys() - FIELDS else set()
     sections = {name: plain(tree.pop(name)) for name in (tree.keys() - FIELDS) & commands}
@@ -112,8 +113,11 @@ def load_with_sources(
     try:
         config = EngineConfig.model_validate(plain(tree))
     except ValidationError as error:
-        where = sources if file is None else {"model": str(file)} | sources
-        raise ConfigError(explain_config(error, where)) from None
+        where = {} if file is None else {"model": str(file)}
+        for given in (one for entries in layers for one in entries):
+            where |= dict.fromkeys(empty_sections(given.value, given.path), given.source)
+        where |= sources
+        raise ConfigError(explain_config(error, where, commands)) from None
     return LoadedConfig(config, sources, sections)
 
 
@@ -233,6 +237,15 @@ def leaves(tree: Mapping[str, Any]) -> Iterator[Given]:
             yield from leaves(child)
         else:
             yield child
+
+
+def empty_sections(value: Any, path: TreePath) -> Iterator[str]:
+    """The dotted paths of sections without keys: they have no leaf that knows its source."""
+    if isinstance(value, Mapping):
+        if not value:
+            yield ".".join(map(str, path))
+        for key, child in value.items():
+            yield from empty_sections(child, (*path, key))
 
 
 def merge(lower: dict[str, Any], upper: Mapping[str, Any], path: TreePath = ()) -> dict[str, Any]:

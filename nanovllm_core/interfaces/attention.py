@@ -167,23 +167,19 @@ class AttentionConfig:
 
 @dataclass(slots=True)
 class DecodeMetadata:
-    """A batch of rows with `query_len` query tokens each, always one so far, in device tensors.
-
-    `block_table` [B, M] int32; `seq_lens` [B] int32, the keys to attend to, the query's own
-    included; 0 marks a padded row, which must read nothing and whose output is ignored. A row's
-    table is stale behind its own blocks. B may be 0.
-    `max_seq_len` is a host bound on `seq_lens`: the configured maximum inside a captured graph.
-
-    `query_len` is 1 in every step of the engine. No capability declares other numbers:
-    `plan_decode` raises UnsupportedError, with the number, if the backend does not support it. A
-    backend that does gets B * query_len queries in q_BHD, row after row: each row's last positions;
-    causal.
-    """
+    """A batch of rows with `query_len` query tokens each, always one so far, in device tensors."""
 
     block_table: Tensor
+    """int32 [B, M]: each row's blocks. It is stale behind those of the row. B may be 0."""
     seq_lens: Tensor
+    """int32 [B]: the keys to attend to, the query's own included. 0 marks a padded row, which must
+    read nothing and whose output is ignored."""
     max_seq_len: int
+    """A host bound on `seq_lens`: the configured maximum inside a captured graph."""
     query_len: int = 1
+    """1 in every step of the engine. No capability declares other numbers: `plan_decode` raises
+    UnsupportedError, with the number, if the backend does not support it. A backend that does gets
+    B * query_len queries in q_BHD, row after row: each row's last positions; causal."""
 
     @property
     def num_rows(self) -> int:
@@ -195,22 +191,24 @@ class DecodeMetadata:
 class PrefillMetadata:
     """A batch of prompt chunks of different lengths, packed, in device tensors.
 
-    `block_table` [S, M] int32; `seq_lens` [S] int32, keys including this chunk's; `query_start_loc`
-    [S + 1] int32, where each chunk's queries start in q_THD, the first at 0. The queries of a
-    sequence are its last `query_len` positions; the mask is causal. The chunk's own keys and values
-    are already in their blocks. A chunk may have no query and no key, and S may be 0.
-
-    `max_query_len` and `max_seq_len` are exact host integers. In a captured step they are bounds,
-    and q_THD may go on beyond `query_start_loc[-1]`: that is padding, whose output is ignored.
-    `num_context` is the sum of the keys before the chunks, None in a captured step.
+    The queries of a sequence are its last `query_len` positions; the mask is causal. The chunk's
+    own keys and values are already in their blocks. A chunk may have no query and no key, and S may
+    be 0. In a captured step q_THD may go on beyond `query_start_loc[-1]`: that is padding, whose
+    output is ignored.
     """
 
     block_table: Tensor
+    """int32 [S, M]: the blocks of each chunk's sequence."""
     seq_lens: Tensor
+    """int32 [S]: keys of each sequence, this chunk's included."""
     query_start_loc: Tensor
+    """int32 [S + 1]: where each chunk's queries start in q_THD, the first at 0."""
     max_query_len: int
+    """The most queries of a chunk: exact, on the host; a bound in a captured step."""
     max_seq_len: int
+    """The most keys of a sequence: exact, on the host; a bound in a captured step."""
     num_context: int | None = None
+    """The sum of the keys before the chunks; None in a captured step."""
 
 
 @dataclass(slots=True)

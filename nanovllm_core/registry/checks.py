@@ -57,11 +57,13 @@ def load_error(
 def separate(distributions: Sequence[str]) -> str:
     """The remedy where several distributions claim a name. The core itself has to stay."""
     others = [one for one in distributions if one != CORE]
-    if len(others) == 1:
-        return f"uninstall {others[0]}, or leave it out with plugins: {{disable: [{others[0]}]}}"
+    first, it = f"uninstall {others[0]}", "it"
+    if len(others) > 1:
+        first, it = f"uninstall one of {', '.join(others)}", "one"
+    left_out = f"[{others[-1]}]"
     return (
-        f"uninstall one of {', '.join(others)}, or leave one out with plugins: "
-        f"{{disable: [{others[-1]}]}}"
+        f"{first}, or leave {it} out with plugins: {{disable: {left_out}}} "
+        f"(for a command: NANOVLLM_PLUGINS__DISABLE='{left_out}')"
     )
 
 

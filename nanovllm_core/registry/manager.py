@@ -20,6 +20,7 @@ from typing import Any, cast
 import pluggy
 from pydantic import ValidationError
 
+from nanovllm_core.config.choices import NamedPlugin
 from nanovllm_core.config.errors import explain_options
 from nanovllm_core.errors import (
     ConfigError,
@@ -273,17 +274,21 @@ class PluginManager:
     def resolve(
         self, kind: str, name: str, options: Mapping[str, Any] | None = None, path: str = ""
     ) -> ResolvedPlugin:
-        """Load the spec and check the options.
+        """Load the spec and check the options, and those of the plugins that options name.
 
-        `path` is where the options stand in the configuration; ConfigError names it.
+        `path` is where the options stand in the configuration; ConfigError names it. A field of
+        options that holds a `NamedPlugin` and is called like a declared kind names such a plugin.
         """
         spec = self.spec(kind, name)
         plugin = self.find(kind, name)
+        where = path or f"{kind}.options"
         try:
             parsed = read_options(spec.options, options or {})
         except ValidationError as error:
-            where = path or f"{kind}.options"
             raise ConfigError(explain_options(error, spec.options, where, str(plugin))) from None
+        for other in self.names(KIND):
+            if isinstance(named := getattr(parsed, other, None), NamedPlugin):
+                self.resolve(other, named.name, named.options, f"{where}.{other}.options")
         return ResolvedPlugin(
             kind=kind,
             name=name,

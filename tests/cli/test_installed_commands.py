@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoints, entry_points
+from pathlib import Path
 
 import pytest
 import typer
@@ -72,6 +73,16 @@ def test_listing_commands_imports_none_of_them(install: Install) -> None:
     status, text = invoke("--help")
     assert status == 0
     assert "nanovllm-party 1.2.3" in text
+
+
+def test_help_says_what_the_distribution_of_a_command_says_of_itself(
+    install: Install, tmp_path: Path
+) -> None:
+    install("nanovllm-party", {"nanovllm.commands": {"party": "party:app"}}, {"party": GREET})
+    metadata = tmp_path / "nanovllm_party-1.2.3.dist-info/METADATA"
+    assert "From nanovllm-party 1.2.3." in invoke("--help")[1]
+    metadata.write_text(metadata.read_text() + "Summary: Greetings for all\n")
+    assert "From nanovllm-party 1.2.3: Greetings for all." in " ".join(invoke("--help")[1].split())
 
 
 def test_a_broken_command_stops_only_itself(install: Install) -> None:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 
-from nanovllm_core.api import EngineClientSpec, KindSpec, hookimpl
+from nanovllm_core.api import EngineClientSpec, KindSpec, NamedPlugin, hookimpl
 from nanovllm_engine_processes.routing import RouterSpec
 
 ROUTER = KindSpec(
@@ -25,22 +24,13 @@ ROUTER = KindSpec(
 )
 
 
-class RouterChoice(BaseModel):
-    """A router by its name, with the options that its own model checks."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    name: str = Field(min_length=1, description="The router plugin, by name.")
-    options: dict[str, Any] = Field(default_factory=dict, description="The router's settings.")
-
-
 class ProcessesOptions(BaseModel):
     """Options of `engine_client: {name: processes}`: the router, and the bounds of every wait."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    router: RouterChoice = Field(
-        RouterChoice(name="load"),
+    router: NamedPlugin = Field(
+        NamedPlugin(name="load"),
         description="The choice among engines: a name, or {name, options}.",
     )
     max_reruns: int = Field(
@@ -67,11 +57,6 @@ class ProcessesOptions(BaseModel):
     close_seconds: float = Field(
         10, gt=0, description="The longest wait for engines to close; then they are killed."
     )
-
-    @field_validator("router", mode="before")
-    @classmethod
-    def _expand(cls, value: object) -> object:
-        return {"name": value} if isinstance(value, str) else value
 
 
 class SharedOptions(BaseModel):

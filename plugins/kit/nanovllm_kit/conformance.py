@@ -33,7 +33,8 @@ from pydantic import BaseModel, ValidationError
 from nanovllm_core.config import explain_options
 from nanovllm_core.errors import ConfigError, PluginLoadError, did_you_mean
 from nanovllm_core.interfaces.specs import NoOptions, PluginSpec
-from nanovllm_core.registry import NO_SPEC, PROJECT, get_plugin_manager, load_object, read_options
+from nanovllm_core.registry import NO_SPEC, PROJECT, load_object, read_options
+from nanovllm_kit.enabled import enabled_plugins
 
 Level = Literal["default", "full"]
 """How much of a suite runs. `full` adds the checks that take minutes or many gigabytes."""
@@ -73,9 +74,10 @@ def plugin_under_test(spec: PluginSpec, **options: object) -> PluginUnderTest:
 def installed_plugin(kind: str, name: str, **options: object) -> PluginUnderTest:
     """The installed plugin that a configuration would name so, with these options.
 
-    Raises what the plugin manager raises: PluginNotFoundError, PluginLoadError, ConfigError.
+    Plugins that the environment's `plugins.disable` names are left out. Raises what the plugin
+    manager raises: PluginNotFoundError, PluginLoadError, ConfigError.
     """
-    manager = get_plugin_manager()
+    manager = enabled_plugins()
     module = manager.find(kind, name).entry_point.partition(":")[0]
     if kind in NO_SPEC:
         return without_spec(name, module)

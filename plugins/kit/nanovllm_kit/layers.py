@@ -12,9 +12,9 @@ from torch import nn
 from nanovllm_core.config import KernelSettings
 from nanovllm_core.interfaces.specs import NoOptions
 from nanovllm_core.layers import LayerContext, SingleRank, TensorParallel
-from nanovllm_core.registry import get_plugin_manager
 from nanovllm_core.selection import KernelTarget, compute_capability, select_kernels
 from nanovllm_core.worker import load_weights
+from nanovllm_kit.enabled import enabled_plugins
 
 Model = TypeVar("Model", bound=nn.Module)
 _ALONE = SingleRank()
@@ -26,7 +26,7 @@ def layer_context(
     tp: TensorParallel = _ALONE,
 ) -> LayerContext:
     """The context that the runner would build layers in: the kernel set that `auto` takes."""
-    device, plugins = torch.device(device), get_plugin_manager()
+    device, plugins = torch.device(device), enabled_plugins()
     target = KernelTarget(
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm_core.errors import ArchitectureError, PluginError
-from nanovllm_core.registry import get_plugin_manager, load_object
+from nanovllm_core.registry import load_object
+from nanovllm_kit.enabled import enabled_plugins
 
 Settings = Mapping[str, Any]
 
@@ -166,7 +167,7 @@ def save_served(folder: Path) -> bool:
     """
     import transformers
 
-    manager = get_plugin_manager()
+    manager = enabled_plugins()
     for name in manager.names("model"):
         model_class: Any = getattr(transformers, name, None)
         if model_class is None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm_core.errors import ArchitectureError
+from nanovllm_core.errors import ArchitectureError, WeightsError
 from nanovllm_kit.conformance import PluginUnderTest
 from nanovllm_kit.model_settings import LLAMA_LIKE, Settings
 from nanovllm_kit.reference_model import ReferenceCheckpoint, load_model, run_model
@@ -152,6 +152,13 @@ class SmallModel:
             reference = self.save(reference_class, folder, {})
             model_class.shape(reference.config)
             run_model(load_model(model_class, folder, reference.config), torch.arange(3))
+        except WeightsError as error:
+            reasons = str(error).partition(". Check that")[0]
+            raise AssertionError(
+                f"{reasons}. {reference_class.__name__} of transformers has weights under other "
+                "names or of other shapes; map the names in packed_modules "
+                "(docs/write/model.md#weights)"
+            ) from None
         except Exception as error:
             raise AssertionError(
                 f"the model of the test configuration cannot be built: {type(error).__name__}: "

@@ -18,8 +18,8 @@ from nanovllm_core.interfaces.observer import (
 )
 from nanovllm_core.interfaces.request_labels import check_labels
 from nanovllm_core.interfaces.sampling_params import SamplingParams
-from nanovllm_core.registry import get_plugin_manager
 from nanovllm_kit.conformance import PluginUnderTest, SpecConformance
+from nanovllm_kit.enabled import enabled_plugins
 from nanovllm_kit.engine_harness import Harness, Setting
 from nanovllm_kit.scheduler_views import any_labels
 from nanovllm_kit.scheduler_watch import AskedLabels
@@ -112,7 +112,7 @@ class ObserverConformance(SpecConformance):
     def context(self) -> ObserverContext:
         """What the engine tells an observer; the plugins are those of this environment."""
         return ObserverContext(
-            config=EngineConfig.model_validate({"model": "demo"}), plugins=get_plugin_manager()
+            config=EngineConfig.model_validate({"model": "demo"}), plugins=enabled_plugins()
         )
 
     def make(self, plugin: PluginUnderTest, context: ObserverContext) -> StepObserver:

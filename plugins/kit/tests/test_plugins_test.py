@@ -208,6 +208,17 @@ def test_the_seed_decides_what_a_check_draws(install: Install) -> None:
     assert outputs[2].startswith("cup mug 1.2.3, cups: CupConformance, seed 7\n")
 
 
+def test_a_distribution_that_the_environment_leaves_out_conflicts_with_no_suite(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of them claim a name; the command's own test run leaves out the same one."""
+    install("other-sjf", {"nanovllm.schedulers": {"sjf": "other_sjf"}}, {"other_sjf": "1/0"})
+    assert "NANOVLLM_PLUGINS__DISABLE='[other-sjf]'" in str(refused("sjf"))
+    monkeypatch.setenv("NANOVLLM_PLUGINS__DISABLE", "[other-sjf]")
+    result = run("sjf", "-k", "heavy")
+    assert result.exit_code == 0, result.output
+
+
 def test_a_plugin_that_breaks_its_contract_fails_with_the_details(install: Install) -> None:
     install(
         "broken", {"nanovllm.attention": {"broken": "broken_plugin"}}, {"broken_plugin": BROKEN}
@@ -434,10 +445,23 @@ def test_a_missing_argument_is_named_with_how_to_state_it(install: Install) -> N
     assert "--argument KEY=VALUE" in result.output
 
 
+def test_a_missing_option_is_named_as_the_flag_is_typed(install: Install) -> None:
+    source = WORDY.replace("LogitsProcessorSpec", "ObserverSpec").replace(
+        "logits_processors", "observers"
+    )
+    modules = {
+        "wordy": source.replace("wordy_code:Wordy", "wordy:Wanted").replace("arguments", "options")
+    }
+    install("wordy", {"nanovllm.observers": {"wordy": "wordy"}}, modules)
+    error = str(refused("wordy"))
+    assert error.startswith("--option words: missing; give it with --option words=... (wordy 1.2.3")
+    assert str(refused("wordy", "--option", "wrods=[a]")).count("--option ") == 3
+
+
 def test_arguments_that_no_request_may_ask_are_refused(install: Install) -> None:
     install_wordy(install)
     assert "did you mean words?" in str(refused("wordy", "--argument", "wrods=[fox]"))
-    assert "--argument.words: 3 must be a list" in str(refused("wordy", "--argument", "words=3"))
+    assert "--argument words: 3 must be a list" in str(refused("wordy", "--argument", "words=3"))
     assert "--argument 'words' must be KEY=VALUE" in str(refused("wordy", "--argument", "words"))
     error = refused("sdpa", "--argument", "words=[fox]")
     assert "sdpa is of the kind attention" in str(error)
@@ -590,6 +614,33 @@ def test_a_model_that_cannot_be_built_is_one_failure_with_what_to_state(install:
     assert "FAILED   the model of the test configuration can be built" in result.output
     assert re.search(r"num_key_value_heads 2 is not supported, .*--test-config", result.output)
     assert re.search(r"1 passed, 1 failed, \d\d skipped", result.output)
+
+
+PHI3 = """
+from nanovllm_core.api import ModelSpec, hookimpl
+from nanovllm_core.layers import DecoderConfig, DecoderForCausalLM
+
+@hookimpl
+def nanovllm_models():
+    return [ModelSpec(name="Phi3ForCausalLM", impl="phi_plugin:Model", contract=2)]
+
+class Model(DecoderForCausalLM):
+    @classmethod
+    def read_config(cls, config):
+        return DecoderConfig.from_config(config)
+"""
+
+
+def test_weights_under_other_names_are_said_to_need_packed_modules(install: Install) -> None:
+    """The reference of a model that was just begun; no checkpoint was downloaded in part."""
+    install("phi", {"nanovllm.models": {"Phi3ForCausalLM": "phi_plugin"}}, {"phi_plugin": PHI3})
+    result = run("Phi3ForCausalLM", "-k", "built")
+    said = " ".join(result.output.split())
+    assert result.exit_code == 1
+    assert "Phi3ForCausalLM of transformers has weights under other names" in said
+    assert "qkv_proj" in said
+    assert "map the names in packed_modules" in said
+    assert "download" not in said
 
 
 def test_a_model_of_a_new_name_is_compared_with_the_class_that_is_named(install: Install) -> None:

@@ -17,6 +17,7 @@ from nanovllm_core.cli.main import make_app
 from nanovllm_core.errors import ConfigError
 from nanovllm_core.registry.discovery import known_groups
 from nanovllm_core.registry.kinds import EXTENSION, KIND, KINDS
+from nanovllm_core.registry.manager import get_plugin_manager
 from nanovllm_kit import scaffold
 from nanovllm_kit.scaffold import (
     MAX_NAME,
@@ -103,7 +104,7 @@ def test_what_tools_left_in_the_templates_stays_there(
         ("Phi3ForCausalLM", "phi3", "TestPhi3"),
         ("SmolLM3ForCausalLM", "smollm3", "TestSmolLM3"),
         ("GPT2LMHeadModel", "gpt2", "TestGPT2"),
-        ("ChatGLMModel", "chatglmmodel", "TestChatGLMModel"),
+        ("MistralModel", "mistralmodel", "TestMistralModel"),
     ],
 )
 def test_a_model_may_be_named_by_its_architecture(
@@ -128,6 +129,23 @@ def test_a_model_of_another_name_is_compared_with_a_class_that_there_is(tmp_path
     """Until its author says which."""
     tests = new_plugin("model", "blue_moon", tmp_path) / "tests/test_blue_moon.py"
     assert "from transformers import LlamaForCausalLM\n" in tests.read_text()
+
+
+@pytest.mark.parametrize(
+    ("like", "reference"), [("dense", "LlamaForCausalLM"), ("moe", "Qwen3MoeForCausalLM")]
+)
+def test_an_architecture_that_transformers_lacks_is_compared_with_one_that_it_has(
+    like: str, reference: str, tmp_path: Path
+) -> None:
+    """The test could not be collected otherwise; the command says where to name another."""
+    arguments = ["plugins", "new", "model", "MyOwnForCausalLM", "--into", str(tmp_path)]
+    result = CliRunner().invoke(make_app(), [*arguments, "--like", like])
+    tests = (tmp_path / "model_myown/tests/test_myown.py").read_text()
+    assert f"from transformers import {reference}\n" in tests
+    assert (
+        f"transformers has no MyOwnForCausalLM: the test compares with {reference}. Name another "
+        "in tests/test_myown.py.\n"
+    ) in result.output
 
 
 @pytest.mark.parametrize(
@@ -244,6 +262,8 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_a_kind_or_variant_that_is_none_is_refused_with_those_that_are(tmp_path: Path) -> None:
     with pytest.raises(ScaffoldError, match=r"did you mean scheduler.*kinds: attention"):
         new_plugin("schedular", "fair", tmp_path)
+    with pytest.raises(ScaffoldError, match=r"'policy'; did you mean scheduler --level policy\?"):
+        new_plugin("policy", "fair", tmp_path)
     with pytest.raises(ScaffoldError, match=r"--level 'boss' .* policy or scheduler"):
         new_plugin("scheduler", "fair", tmp_path, "boss")
     with pytest.raises(ScaffoldError, match=r"--like 'llama' .* dense or moe"):
@@ -258,11 +278,21 @@ def test_a_kind_that_a_plugin_declares_has_no_template_and_says_whose_it_is(
 ) -> None:
     """By metadata alone: the declaration need not be importable for that."""
     install("my-kind", {"nanovllm.kinds": {"notifier": "broken_kind"}}, {"broken_kind": "1/0"})
-    with pytest.raises(ScaffoldError, match="a kind that my-kind declares") as caught:
+    with pytest.raises(ScaffoldError, match=r"'notifier'\. my-kind declares this kind\.") as caught:
         new_plugin("notifier", "mailbox", tmp_path / "new")
-    for word in ("'nanovllm.notifiers'", "nanovllm_notifiers", "docs/write/kind.md"):
+    for word in ("'nanovllm.notifiers'", "nanovllm_notifiers", "the documents of my-kind"):
         assert word in str(caught.value)
     assert not (tmp_path / "new").exists()
+
+
+def test_our_own_declared_kinds_are_referred_to_their_pages(tmp_path: Path) -> None:
+    for kind, page in scaffold._PAGES.items():
+        assert (Path(__file__).parents[3] / page).is_file()
+        if kind in get_plugin_manager().names(KIND):
+            with pytest.raises(
+                ScaffoldError, match=f"declares this kind. Copy the plugin of {page}"
+            ):
+                new_plugin(kind, "mine", tmp_path)
 
 
 def test_the_command_writes_where_it_is_told_and_says_what_is_next(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from nanovllm_core.errors import ConfigError
-from nanovllm_kit.scaffold import TEMPLATES, VARIANTS, new_plugin
+from nanovllm_kit.scaffold import TEMPLATES, VARIANTS, known_to_transformers, new_plugin
 
 
 def new(
@@ -43,13 +43,18 @@ def new(
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         print(path)
     print(f'\nNext: pip install -e "{folder}[dev]" && pytest {folder}')
-    for names in _entry_points(folder) if kind == "model" else ():
-        print(
-            f"It runs checkpoints of the architecture {names[0]}: nanovllm plugins show {names[0]}"
-        )
+    if kind == "model":
+        _explain_model(folder, VARIANTS[kind].templates[like or "dense"].reference)
 
 
-def _entry_points(folder: Path) -> list[list[str]]:
-    """The names in each group of the package's entry points."""
+def _explain_model(folder: Path, otherwise: str) -> None:
+    """Its architecture; `otherwise` is the reference of one that transformers does not have."""
     project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return [[*names] for names in project["entry-points"].values()]
+    [name] = project["entry-points"]["nanovllm.models"]
+    print(f"It runs checkpoints of the architecture {name}: nanovllm plugins show {name}")
+    if not known_to_transformers(name):
+        [test] = folder.glob("tests/test_*.py")
+        print(
+            f"transformers has no {name}: the test compares with {otherwise}. Name another in "
+            f"{test.relative_to(folder)}."
+        )

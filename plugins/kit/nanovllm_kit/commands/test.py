@@ -126,7 +126,7 @@ def run_conformance_suite(
     plugin = one_plugin(manager, name, kind)
     options = _parse(option, "--option")
     if plugin.kind not in NO_SPEC:
-        manager.resolve(plugin.kind, name, options, "--option")
+        _check_options(manager, plugin, options)
     stated: dict[str, Any] = {"level": level.value, "seed": seed}
     if arguments := _parse(argument, "--argument"):
         _check_arguments(manager, plugin, arguments)
@@ -162,7 +162,24 @@ def _check_arguments(
         read_options(spec.arguments, arguments)
     except ValidationError as error:
         what = explain_options(error, spec.arguments, "--argument", str(plugin))
-        raise ConfigError(what) from None
+        raise ConfigError(_as_flags(what)) from None
+
+
+def _check_options(
+    manager: PluginManager, plugin: InstalledPlugin, options: Mapping[str, Any]
+) -> None:
+    """ConfigError for options that the plugin does not take."""
+    try:
+        manager.resolve(plugin.kind, plugin.name, options, "--option")
+    except ConfigError as error:
+        raise ConfigError(_as_flags(str(error))) from None
+
+
+def _as_flags(message: str) -> str:
+    """A message about `--option.KEY`, as the flag is typed."""
+    typed = re.sub(r"^(--option|--argument)\.", r"\1 ", message, flags=re.MULTILINE)
+    missing = r"^(--\w+ \S+): missing; it has no default"
+    return re.sub(missing, r"\1: missing; give it with \1=...", typed, flags=re.MULTILINE)
 
 
 def _check_reference(plugin: InstalledPlugin, reference: str | None) -> None:

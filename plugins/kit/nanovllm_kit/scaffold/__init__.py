@@ -35,6 +35,9 @@ MAX_NAME = 20
 _ARCHITECTURE = re.compile(r"([A-Z][A-Za-z0-9]*?)(ForCausalLM|LMHeadModel)?")
 """A class of transformers; packages, modules and tests are named by its first part."""
 
+_PAGES = {"route": "docs/write/route.md", "router": "plugins/engine_processes/README.md"}
+"""Our documents of kinds that plugins declare."""
+
 _FOLDER = Path(__file__).parent / "templates"
 _SHARED = _FOLDER / "shared"
 
@@ -50,7 +53,7 @@ class Template:
     `entry_point` is the name in the configuration, with the place-holders of the templates; `more`
     are further entry points (group, name), all into the same module. `extras` are those of
     nanovllm-core that its tests need. `reference` is the class of transformers that a model's tests
-    compare with, unless the model is named by its architecture.
+    compare with, unless the model is named by an architecture that transformers has.
     """
 
     folder: str
@@ -141,7 +144,7 @@ def new_plugin(kind: str, name: str, into: Path, variant: str | None = None) -> 
     """Write the package of a new plugin into `into`; the folder that was written.
 
     A model may be named by its architecture; its tests then compare with transformers' class of
-    that name. `variant` chooses a template of `VARIANTS`; None is the kind's own.
+    that name, if there is one. `variant` chooses a template of `VARIANTS`; None is the kind's own.
     Raises ScaffoldError for a kind without a template, a variant that it does not have, a name that
     cannot be one or is taken by what is installed, or a folder that exists.
     """
@@ -164,6 +167,13 @@ def new_plugin(kind: str, name: str, into: Path, variant: str | None = None) -> 
             f"{folder} cannot be written: {error.strerror}; choose another --into"
         ) from error
     return folder
+
+
+def known_to_transformers(architecture: str) -> bool:
+    """Whether transformers has a class of that name; its module is not imported."""
+    import transformers
+
+    return architecture in dir(transformers)
 
 
 def check_name(name: str, kind: str = "") -> None:
@@ -208,9 +218,12 @@ def _entries(kind: str, template: Template) -> list[tuple[str, str]]:
 def _template(kind: str, variant: str | None) -> Template:
     if kind not in TEMPLATES:
         _refuse_declared(kind)
+        meant = [
+            f"{one} {its.option} {kind}" for one, its in VARIANTS.items() if kind in its.templates
+        ]
+        hint = f"; did you mean {meant[0]}?" if meant else did_you_mean(kind, TEMPLATES)
         raise ScaffoldError(
-            f"there is no template for {shown(kind)}{did_you_mean(kind, TEMPLATES)}; "
-            f"kinds: {', '.join(TEMPLATES)}"
+            f"there is no template for {shown(kind)}{hint}; kinds: {', '.join(TEMPLATES)}"
         )
     if variant is None:
         return TEMPLATES[kind]
@@ -231,10 +244,9 @@ def _refuse_declared(kind: str) -> None:
     if kind in manager.names(KIND):
         owner = manager.find(KIND, kind).distribution
         raise ScaffoldError(
-            f"there is no template for {kind!r}, a kind that {owner} declares: begin with what "
-            f"{owner} says of it. A plugin is an entry point in the group {declared_group(kind)!r} "
-            f"whose module answers the hook {declared_hook(kind)}, as the notifier in "
-            "docs/write/kind.md is one; nanovllm plugins test NAME then runs the kind's suite on it"
+            f"there is no template for {kind!r}. {owner} declares this kind. Copy the plugin of "
+            f"{_PAGES.get(kind, f'the documents of {owner}')}: an entry point in the group "
+            f"{declared_group(kind)!r}, and the hook {declared_hook(kind)} in its module"
         )
 
 
@@ -243,7 +255,8 @@ def _names(kind: str, name: str, template: Template) -> Mapping[str, str]:
     camel = "".join(word.capitalize() for word in name.split("_"))
     architecture, reference = f"{camel}ForCausalLM", template.reference
     if kind == "model" and (match := _ARCHITECTURE.fullmatch(name)):
-        architecture = reference = name
+        architecture = name
+        reference = name if known_to_transformers(name) else reference
         camel, name = match[1], match[1].lower()
     names = {
         "MyPluginForCausalLM": architecture,
