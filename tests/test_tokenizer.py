@@ -237,6 +237,32 @@ def test_ids_without_text_do_not_pile_up(tokenizer, kind):
     assert text + detokenizer.flush() == tokenizer.decode([ids[kind]] * 200)
 
 
+@pytest.mark.parametrize("stated", [True, False, None])
+def test_a_text_begins_with_the_token_that_the_config_adds(copied, stated):
+    """DeepSeek's tokenizer.json leaves it to tokenizer_config.json. It never comes twice."""
+    config = {"bos_token": {"content": "<|begin|>"}, "add_bos_token": stated}
+    write_json(copied / "tokenizer_config.json", config)
+    assert load(copied).encode("hello")[:2].count(1) == 1, "tokenizer.json adds it"
+    backend = tokenizers.Tokenizer.from_file(str(copied / "tokenizer.json"))
+    for processor in (processors.ByteLevel(trim_offsets=False), None):
+        backend.post_processor = processor or processors.Sequence([])
+        backend.save(str(copied / "tokenizer.json"))
+        tokenizer = load(copied)
+        plain = tokenizer.encode("hello", add_special_tokens=False)
+        assert 1 not in plain
+        assert tokenizer.encode("hello") == [1] * (stated is True) + plain
+
+
+def test_code_of_a_checkpoint_is_not_run(copied):
+    """The error names a way that there is: no argument allows the code."""
+    (copied / "tokenizer.json").unlink()
+    code = {"auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}}
+    write_json(copied / "tokenizer_config.json", code)
+    (copied / "tokenization_own.py").write_text("raise SystemExit('the code runs')")
+    with pytest.raises(CheckpointError, match=r"Python code .* is not run; set `tokenizer`"):
+        load(copied)
+
+
 def test_detokenizers_of_one_tokenizer_do_not_mix(tokenizer):
     first, second = tokenizer.detokenizer(), tokenizer.detokenizer()
     hello, cafe = tokenizer.encode("hello"), tokenizer.encode("café")

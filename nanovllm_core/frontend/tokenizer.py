@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
+from tokenizers import processors
 from tokenizers.decoders import DecodeStream
+from tokenizers.processors import TemplateProcessing
 
 from nanovllm_core.config.settings import check_chat_template_kwargs
 from nanovllm_core.errors import CheckpointError, InvalidPromptError, shown
@@ -50,6 +52,8 @@ class Tokenizer:
         self.backend = backend
         self.folder = folder
         self._config = read_json(folder / "tokenizer_config.json")
+        if self._config.get("add_bos_token") is True:
+            _begin_with(backend, _content(self._config.get("bos_token")))
         self._template = _find_template(folder, self._config)
         self._template_kwargs = dict(chat_template_kwargs or {})
         eos = _content(self._config.get("eos_token"))
@@ -278,12 +282,30 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
         ) from error
 
 
+def _begin_with(backend: tokenizers.Tokenizer, bos: str | None) -> None:
+    """Put this token before each text where tokenizer.json does not, as DeepSeek's do not."""
+    bos_id = None if bos is None else backend.token_to_id(bos)
+    if bos is None or bos_id is None or backend.encode("").ids[:1] == [bos_id]:
+        return
+    first = TemplateProcessing(
+        single=[bos, "$A"], pair=[bos, "$A", "$B:1"], special_tokens=[(bos, bos_id)]
+    )
+    own = backend.post_processor
+    backend.post_processor = first if own is None else processors.Sequence([own, first])
+
+
 def _convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
     """The named route for folders without tokenizer.json: transformers converts what it knows."""
     from transformers import AutoTokenizer
 
+    if "AutoTokenizer" in read_json(folder / "tokenizer_config.json").get("auto_map", {}):
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json, and its tokenizer is Python code of the checkpoint, "
+            "which is not run; set `tokenizer` to a folder with a tokenizer.json"
+        )
     try:
-        backend: tokenizers.Tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        backend: tokenizers.Tokenizer = tokenizer.backend_tokenizer
     except Exception as error:  # whatever transformers and the libraries beneath it may raise
         raise CheckpointError(
             f"{folder} has no tokenizer.json, and transformers cannot convert what is there: "

@@ -30,6 +30,8 @@ from nanovllm_core.layers.module import ShardId
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+_ROPE_BUFFER = ".rotary_emb.inv_freq"
+"""Follows from config.json: Llama 1 and 2, Moonlight and Kimi were saved with it."""
 _MAX_NAMES = 8
 _LOADERS = 4
 """Threads that copy tensors."""
@@ -325,8 +327,9 @@ def _check(
             if files[name] != file:
                 problems["found twice"].append(f"{name} (in {file.name} and {files[name].name})")
             elif name not in shapes:
-                is_empty = 0 in shape  # such as transformers saves of 0 shared experts
-                if not is_empty and name not in unwanted and not name.startswith(folders):
+                # Such as transformers saves of 0 shared experts, and old exporters of ropes.
+                is_void = 0 in shape or name.endswith(_ROPE_BUFFER)
+                if not is_void and name not in unwanted and not name.startswith(folders):
                     problems["unexpected"].append(f"{name} (in {file.name})")
             elif shape != shapes[name]:
                 problems["of the wrong shape"].append(

@@ -202,12 +202,13 @@ def test_weights_are_converted_to_the_models_dtype(tmp_path: Path) -> None:
 
 
 def test_weights_that_the_model_ignores_may_be_there(tmp_path: Path) -> None:
-    """Those it names in full, and all of a module whose name ends in a dot."""
+    """Those named in full, all of a module whose name ends in a dot, and frequencies of ropes."""
     save(tmp_path, checkpoint(rotary__inv_freq=torch.zeros(2)))
     load_weights(TinyModel(), tmp_path, tied=False)
     model = TinyModel()
     model.ignored_weights = ("eyes.",)
-    save(tmp_path, checkpoint(eyes__layers__0__weight=torch.zeros(2)))
+    frequencies = {"layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
+    save(tmp_path, checkpoint(eyes__layers__0__weight=torch.zeros(2)) | frequencies)
     load_weights(model, tmp_path, tied=False)
     save(tmp_path, checkpoint(eyes=torch.zeros(2), eyesight__weight=torch.zeros(2)))
     with pytest.raises(WeightsError, match=r"2 unexpected: eyes \(.*eyesight\.weight"):
