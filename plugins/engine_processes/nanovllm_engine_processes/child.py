@@ -194,7 +194,8 @@ class EngineServer:
         """Until this process ends, so a step or a close that hangs does not outlive the door."""
         while os.getppid() == self._parent:
             time.sleep(PARENT_SECONDS)
-        # Nobody else is left to remove what it has made.
-        sweep(ENGINES_PREFIX)
-        sweep(SHARE_PREFIX)
-        os.killpg(0, signal.SIGKILL)
+        try:  # Nobody else is left to remove what it has made.
+            sweep(ENGINES_PREFIX)
+            sweep(SHARE_PREFIX)
+        finally:
+            os.killpg(0, signal.SIGKILL)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from openai import OpenAI
 
 from nanovllm_core import EngineConfig
 from nanovllm_core.errors import ConfigError
+from nanovllm_server.fronts.child import Front
 from nanovllm_server.fronts.fronts import MAX_ENDS, START_SECONDS, Fronts
 from nanovllm_server.guard.hosts import check_address
 from nanovllm_server.guard.keys import hash_key
@@ -338,6 +340,21 @@ def unstarted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fronts]:
         finally:
             fronts._fronts.clear()
             assert fronts._close()
+
+
+@pytest.mark.parametrize("unread", [b"", b"."])
+def test_a_front_ends_with_the_process_that_started_it(
+    unread: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where that one has not read the last beat: then the end of its socket is a reset."""
+    ended: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "killpg", lambda *killed: ended.append(killed))
+    theirs, ours = socket.socketpair()
+    ours.sendall(unread)
+    front = Front(ours)
+    theirs.close()
+    front._obey()
+    assert ended == [(0, signal.SIGKILL)]
 
 
 def stub(column: int, **values: Any) -> Any:

@@ -96,12 +96,13 @@ class Front:
 
     def _obey(self) -> None:
         """Follow orders until the starting process has ended: then nobody is served any more."""
-        while order := self._orders.read(1):
-            server = self._server
-            if server is None:
-                os._exit(1)  # it has promised nobody anything
-            elif order == DRAIN:
-                server.handle_exit(signal.SIGTERM, None)
-            else:
-                server.should_exit = True
+        with suppress(OSError):  # a reset, where that process has not read the last beat
+            while order := self._orders.read(1):
+                server = self._server
+                if server is None:
+                    os._exit(1)  # it has promised nobody anything
+                elif order == DRAIN:
+                    server.handle_exit(signal.SIGTERM, None)
+                else:
+                    server.should_exit = True
         os.killpg(0, signal.SIGKILL)
