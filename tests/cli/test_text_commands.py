@@ -71,7 +71,9 @@ class FakeLLM:
         self.closed = False
         self.sampling_defaults: dict[str, float] = dict(self.checkpoint)
         self.tokenizer = FakeTokenizer()
-        self.info = SimpleNamespace(attention="fake attention", device="cpu", max_model_len=4096)
+        self.info = SimpleNamespace(
+            attention="fake attention", device="cpu", dtype="float32", max_model_len=4096
+        )
         self.made.append(self)
 
     @classmethod

@@ -65,12 +65,12 @@ class GpuUtilisation:
     """Samples NVML while a block runs; `mean` is the share of time in which some kernel ran.
 
     NVML comes with the driver; its own sample period is up to a second, so a short block is seen
-    coarsely. `mean` is None on a CPU, and where NVML does not answer for the
+    coarsely. `mean` is None on a CPU, without a device, and where NVML does not answer for the
     device (as on a slice of a GPU) or the block was too short for a sample.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._read = _nvml_reader(device) if device.type == "cuda" else None
+    def __init__(self, device: torch.device | None) -> None:
+        self._read = _nvml_reader(device) if device and device.type == "cuda" else None
         self._samples: list[int] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None

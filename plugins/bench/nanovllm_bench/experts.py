@@ -55,17 +55,20 @@ def with_touched_experts(
     assumes an even choice.
     """
     roofline = record["roofline"]
-    costs, rates = ModelCosts(**roofline["costs"]), Rates(**roofline["rates"])
+    costs, rates = ModelCosts.from_record(roofline["costs"]), Rates(**roofline["rates"])
     if costs.num_experts == 1:
         return dict(record)
+    num_engines = roofline["num_engines"]
+    workload = workload.share(num_engines)
     try:
         touched = count_touched_experts(config, workload, record["temperature"])
     except NanoVLLMError as error:  # the throughput was measured, and is not thrown away
         return {**record, "touched_experts": {"not_counted": str(error)}}
     floor = generate_floor(costs, workload.lengths, record["max_num_seqs"], rates, touched.mean)
+    seconds = min(record["seconds"])
     return {
         **record,
-        "roofline": roofline_record(costs, rates, floor, min(record["seconds"]), touched.mean),
+        "roofline": roofline_record(costs, rates, floor, seconds, touched.mean, num_engines),
         "touched_experts": asdict(touched),
     }
 

@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from nanovllm_bench.device import GpuUtilisation
 from nanovllm_bench.record import describe_engine
 from nanovllm_bench.throughput import Gauge
 from nanovllm_bench.workloads import Workload
@@ -117,8 +116,9 @@ def measure_latency(
     """One run of the workload at `rate` requests per second; the record of a result file.
 
     A few of the requests run first, all at once, and are not counted. `rate` is None in the record
-    where all arrive at once. `mean_running` is output tokens per step. The share is the floor of a
-    decode step of that batch and the mean context, over the median time between tokens.
+    where all arrive at once. `mean_running` is output tokens per step, of one engine where there
+    are several. The share is the floor of a decode step of that batch and the mean context, over
+    the median time between tokens.
     """
     shortest = min(workload.output_lens)
     if shortest < 2:
@@ -134,7 +134,7 @@ def measure_latency(
     llm.reset_prefix_cache()
     times = arrival_times(len(workload.prompts), rate, arrivals, seed)
     steps = llm.stats.steps
-    with GpuUtilisation(gauge.device) as utilisation:
+    with gauge.utilisation() as utilisation:
         trace = asyncio.run(trace_requests(llm, workload, times, temperature))
     first, between = trace.first_token_ms(), trace.inter_token_ms()
     mean_rows = workload.num_output_tokens / (llm.stats.steps - steps)

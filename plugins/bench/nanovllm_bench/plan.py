@@ -14,7 +14,7 @@ import torch
 
 from nanovllm_bench.gpus import Gpu
 from nanovllm_bench.rates import build_on_meta, costs_on_rank
-from nanovllm_bench.roofline import ModelCosts
+from nanovllm_bench.roofline import ModelCosts, decode_step_seconds
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.errors import ArchitectureError, OutOfMemoryError
 from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
@@ -194,22 +194,10 @@ class Rank:
     def step_seconds(self, rows: int, context: int, gpu: Gpu) -> tuple[float, float | None]:
         """(the floor of a decode step, its collectives one after another).
 
-        The floor is that of `roofline.decode_step_seconds`, with the window of each layer. The
-        collectives are the all-reduces: sampling exchanges about a KiB of each row and rank.
+        The floor is that of `roofline.decode_step_seconds`. The collectives are the all-reduces:
+        sampling exchanges about a KiB of each row and rank.
         """
-        kv_bytes = (
-            rows
-            * self.layout.dtype.itemsize
-            * sum(
-                min(context, one.sliding_window or context) * one.elements_per_token
-                for one in self.shape.attention_shapes
-            )
-        )
-        flops = rows * (self.costs.layer_flops_per_token + self.costs.head_flops_per_token)
-        floor = max(
-            (self.costs.weight_bytes_of_step(rows) + kv_bytes) / gpu.rates.copy_bytes_per_s,
-            flops / gpu.rates.matmul_flops_per_s,
-        )
+        floor = decode_step_seconds(self.costs, rows, context, gpu.rates)
         num_bytes = rows * self.costs.itemsize * self.costs.hidden_size
         reduce = gpu.all_reduce_seconds(num_bytes, self.tp_size)
         return floor, None if reduce is None else self.num_all_reduces * reduce

@@ -6,18 +6,20 @@ Also the costs of a model, read from the model plugin itself: no figure here kno
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from nanovllm_bench.roofline import ModelCosts, Rates
+from nanovllm_bench.roofline import AttentionCosts, ModelCosts, Rates
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.specs import ResolvedPlugin
 from nanovllm_core.kernels import TorchKernels
-from nanovllm_core.layers import LayerContext, SingleRank, SparseMLP, heads_per_rank
+from nanovllm_core.layers import LayerContext, SingleRank, SparseMLP
 from nanovllm_core.registry import get_plugin_manager, load_object, make_plugin
 from nanovllm_core.selection import find_checkpoint, read_model_config
 
@@ -55,25 +57,36 @@ def costs_on_rank(
     module: torch.nn.Module, shape: ModelShape, dtype: torch.dtype, tp_size: int = 1
 ) -> ModelCosts:
     """The sizes of one of `tp_size` ranks; `shape` is that of the whole model."""
-    num_heads, num_kv_heads = heads_per_rank(shape.num_heads, shape.num_kv_heads, tp_size)
     mixtures = [one for one in module.modules() if isinstance(one, SparseMLP)]
-    latent = shape.attention_shapes[0].latent
+    kinds = attention_on_rank(shape, tp_size)
     return ModelCosts(
+        **{**asdict(kinds[0]), "num_layers": shape.num_layers},
         num_parameters=num_elements(module),
         expert_parameters=sum(num_elements(one.experts) for one in mixtures),
         num_experts=mixtures[0].experts.num_experts if mixtures else 1,
         experts_per_token=mixtures[0].gate.routing.top_k if mixtures else 1,
-        num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=shape.head_size,
         vocab_size=-(-shape.vocab_size // tp_size),
         tied_embeddings=shape.tied_embeddings,
         itemsize=dtype.itemsize,
-        sliding_window=shape.sliding_window,
-        latent_key_size=latent.key_size if latent else None,
-        latent_value_size=latent.value_size if latent else None,
+        attention=kinds if len(kinds) > 1 else (),
+    )
+
+
+def attention_on_rank(shape: ModelShape, tp_size: int) -> tuple[AttentionCosts, ...]:
+    """The kinds of a rank's attention layers, in the order of their first layers."""
+    layers = (replace(one.on_rank(tp_size), soft_cap=None) for one in shape.attention_shapes)
+    return tuple(
+        AttentionCosts(
+            num_layers=count,
+            num_heads=one.num_heads,
+            num_kv_heads=one.num_kv_heads,
+            head_size=one.head_size,
+            sliding_window=one.sliding_window,
+            latent_key_size=one.latent.key_size if one.latent else None,
+            latent_value_size=one.latent.value_size if one.latent else None,
+        )
+        for one, count in Counter(layers).items()
     )
 
 

@@ -155,7 +155,7 @@ def measure_cell(
     expected = expected_seconds(llm, workload, cells.temperature)
     if expected > cells.max_seconds:
         return _left_out(cells, f"about {expected:.0f} s a run")
-    runs = measure_runs(llm, workload, gauge.device, temperature=cells.temperature, runs=cells.runs)
+    runs = measure_runs(llm, workload, gauge, temperature=cells.temperature, runs=cells.runs)
     best = min(runs.seconds)
     roofline = gauge.roofline(workload, llm.config.limits.max_num_seqs, best)
     return {

@@ -19,47 +19,59 @@ from nanovllm_bench.roofline import (
     roofline_record,
 )
 from nanovllm_bench.workloads import Workload
+from nanovllm_core.config import EngineConfig
 from nanovllm_core.engine import EngineStats
 from nanovllm_core.errors import InconsistentStateError
 from nanovllm_core.frontend import LLM, Door
 from nanovllm_core.interfaces.sampling_params import NEUTRAL, SamplingParams
+from nanovllm_core.selection import Decisions
 
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """What shares are taken of: the costs of the model that runs and the rates of its device."""
+    """The quantities behind a share: the costs of a rank, and the rates of its device.
+
+    `is_here`: the engine computes in this process, where its memory and its GPU can be observed.
+    """
 
     device: torch.device
     costs: ModelCosts
     rates: Rates
     peak_at_start: int | None
+    num_engines: int = 1
+    is_here: bool = True
 
     @classmethod
     def measure(cls, llm: Door) -> Gauge:
-        """Measure the device that `llm` runs on, beside its idle engine."""
-        on_cpu = llm.info.device == "cpu"
-        # An engine makes its GPU the current one.
-        device = (
-            torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
-        )
-        dtype = getattr(torch, llm.info.dtype)
+        """Measure the device that `llm` runs on, or one of several, beside its idle engine."""
+        device, dtype = device_of(llm), getattr(torch, llm.info.dtype)
         peak = peak_memory_bytes(device)
         rates = measure_rates(device, dtype)
         reset_peak_memory(device)  # the buffers of the measurement are not the engine's
-        return cls(device, model_costs(llm.config, dtype), rates, peak)
+        costs = model_costs(llm.config, dtype, llm.config.tensor_parallel_size)
+        engines = llm.config.data_parallel_size
+        return cls(device, costs, rates, peak, engines, computes_here(llm.config))
+
+    def utilisation(self) -> GpuUtilisation:
+        """Of the engine's GPU; unknown where the engine is in another process."""
+        return GpuUtilisation(self.device if self.is_here else None)
 
     def peak_memory_gib(self) -> float | None:
-        """The engine's peak, its start included; None where the system does not tell."""
-        peak = peak_memory_bytes(self.device)
+        """The engine's peak, its start included.
+
+        None where the engine is in another process, or the system does not tell.
+        """
+        peak = peak_memory_bytes(self.device) if self.is_here else None
         return None if peak is None else gib(max(peak, self.peak_at_start or 0))
 
     def roofline(self, workload: Workload, max_num_seqs: int, seconds: float) -> dict[str, Any]:
-        """Floor and share of a workload that took `seconds`."""
-        floor = generate_floor(self.costs, workload.lengths, max_num_seqs, self.rates)
-        return roofline_record(self.costs, self.rates, floor, seconds)
+        """Floor and share of a workload that took `seconds`: of the requests of one engine."""
+        lengths = workload.share(self.num_engines).lengths
+        floor = generate_floor(self.costs, lengths, max_num_seqs, self.rates)
+        return roofline_record(self.costs, self.rates, floor, seconds, num_engines=self.num_engines)
 
     def step_roofline(self, rows: float, context: float, seconds: float) -> dict[str, Any]:
-        """Floor and share of one decode step that took `seconds`.
+        """Floor and share of one decode step of an engine that took `seconds`.
 
         The share is None where these are 0: tokens of several steps were seen at once.
         """
@@ -67,9 +79,25 @@ class Gauge:
         return {
             "share": round(floor / seconds, 4) if seconds else None,
             "floor_seconds": round(floor, 7),
-            "costs": asdict(self.costs),
+            "costs": self.costs.as_record(),
             "rates": asdict(self.rates),
         }
+
+
+def device_of(llm: Door) -> torch.device:
+    """The device of an engine; the first of several GPUs."""
+    if llm.info.device.endswith("cpu"):
+        return torch.device("cpu")
+    _, _, index = llm.config.device.partition(":")
+    # An engine of this process makes its GPU the current one.
+    return torch.device("cuda", int(index) if index else torch.cuda.current_device())
+
+
+def computes_here(config: EngineConfig) -> bool:
+    """Whether the engine is on a thread of this process, and so is its only rank."""
+    decisions = Decisions(config)
+    [client], [executor] = decisions.named("engine_client"), decisions.named("executor")
+    return (client.name, executor.name) == ("thread", "single")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +139,7 @@ def measure_throughput(
     workload = workload.within(llm.info.vocab_size)
     gauge = Gauge.measure(llm)
     timed_generate(llm, workload, temperature)
-    measured = measure_runs(llm, workload, gauge.device, temperature=temperature, runs=runs)
+    measured = measure_runs(llm, workload, gauge, temperature=temperature, runs=runs)
     best = min(measured.seconds)
     return {
         "benchmark": "throughput",
@@ -133,12 +161,12 @@ def measure_throughput(
 
 
 def measure_runs(
-    llm: LLM, workload: Workload, device: torch.device, *, temperature: float, runs: int
+    llm: LLM, workload: Workload, gauge: Gauge, *, temperature: float, runs: int
 ) -> Runs:
     """`runs` timed runs, with the GPU's utilisation over all of them."""
     seconds: list[float] = []
     before = llm.stats
-    with GpuUtilisation(device) as utilisation:
+    with gauge.utilisation() as utilisation:
         for _ in range(runs):
             before = llm.stats
             seconds.append(timed_generate(llm, workload, temperature))

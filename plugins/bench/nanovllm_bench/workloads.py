@@ -59,6 +59,12 @@ class Workload:
             return self
         return replace(self, prompts=[[i % vocab_size for i in ids] for ids in self.prompts])
 
+    def share(self, num_engines: int) -> Workload:
+        """The requests of the first of `num_engines` engines that take turns."""
+        return replace(
+            self, prompts=self.prompts[::num_engines], output_lens=self.output_lens[::num_engines]
+        )
+
     def relabelled(self, shift: int) -> Workload:
         """The same lengths, with every id moved by `shift`: no prefix cache knows the prompts."""
         if not shift:

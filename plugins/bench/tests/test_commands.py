@@ -208,6 +208,17 @@ def test_a_result_that_cannot_be_written_is_told_before_the_work(
         assert "Invalid value for '--out'" in result.output
 
 
+def test_the_result_of_eval_names_the_dtype_that_ran(tmp_path: Path) -> None:
+    """`auto`, as it is configured, would not say which."""
+    out = tmp_path / "eval.json"
+    arguments = ["eval", "--model", "demo", "--device", "cpu", "--attention", "sdpa"]
+    small = ["--set", "limits.max_model_len=256", "--limit", "1", "--out", str(out)]
+    thresholds = ["--min-task", "0", "--min-overall", "0"]
+    result = CliRunner().invoke(make_app(), [*arguments, *small, *thresholds])
+    assert result.exit_code == 0, result.output
+    assert json.loads(out.read_text())["dtype"] == "float32"
+
+
 def test_compare_prints_how_many_times_as_fast_we_are() -> None:
     result = bench(
         *("compare", "--against", "hf", *DEMO, *CACHE, "--attention", "sdpa", "--num-seqs", "2"),

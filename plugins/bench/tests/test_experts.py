@@ -16,8 +16,9 @@ from transformers import DeepseekV2Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from typer.testing import CliRunner
 
 from nanovllm_bench import experts
-from nanovllm_bench.experts import count_touched_experts
-from nanovllm_bench.roofline import recompute
+from nanovllm_bench.experts import TouchedExperts, count_touched_experts
+from nanovllm_bench.rates import model_costs
+from nanovllm_bench.roofline import Rates, generate_floor, recompute, roofline_record
 from nanovllm_bench.workloads import Workload, fixed_workload
 from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.cli.main import make_app
@@ -152,6 +153,31 @@ def test_a_result_has_the_histogram_and_the_floor_that_follows_from_it(
     even = recompute({**roofline, "touched_experts": None}, lengths, record["max_num_seqs"])
     assert floor.weight_bytes != even.weight_bytes
     assert roofline["share"] == pytest.approx(floor.seconds / record["seconds"][0], abs=1e-3)
+
+
+def test_the_experts_of_several_engines_are_those_that_the_requests_of_one_touch(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every engine has half of the rows, which touch fewer experts."""
+    counted: list[Workload] = []
+
+    def count(_config: EngineConfig, workload: Workload, _temperature: float) -> TouchedExperts:
+        counted.append(workload)
+        return TouchedExperts(1, [0, 0, 0, 0, 1])
+
+    monkeypatch.setattr(experts, "count_touched_experts", count)
+    config, workload = config_of(checkpoint), Workload("three", PROMPTS, [OUTPUT] * 3)
+    costs, rates = model_costs(config, torch.float32), Rates(1e10, 1e12)
+    floor = generate_floor(costs, workload.lengths[::2], 4, rates, 4.0)
+    record = {
+        "temperature": 0.0,
+        "max_num_seqs": 4,
+        "seconds": [1.0],
+        "roofline": roofline_record(costs, rates, floor, 1.0, num_engines=2),
+    }
+    roofline = experts.with_touched_experts(record, config, workload)["roofline"]
+    assert [one.prompts for one in counted] == [PROMPTS[::2]]
+    assert (roofline["num_engines"], roofline["floor_seconds"]) == (2, round(floor.seconds, 6))
 
 
 def test_experts_that_all_tokens_share_are_not_counted(tmp_path: Path) -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from nanovllm_bench.rates import model_costs
+from nanovllm_bench.rates import costs_on_rank, model_costs
 from nanovllm_bench.roofline import (
     ModelCosts,
     Rates,
     decode_step_seconds,
     generate_floor,
+    recompute,
     roofline_record,
+    rows_of_steps,
 )
 from nanovllm_bench.throughput import Gauge
 from nanovllm_bench.workloads import (
@@ -25,6 +30,7 @@ from nanovllm_bench.workloads import (
 )
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.errors import ConfigError
+from nanovllm_core.interfaces.model import AttentionShape, ModelShape
 
 CONFIGS = Path(__file__).parents[3] / "benchmarks" / "configs"
 
@@ -98,6 +104,105 @@ def test_a_window_bounds_what_a_step_reads_and_a_prompt_computes() -> None:
     assert costs.attention_flops(100) == pairs * per_pair
     assert costs.attention_flops(5) == QWEN3_0_6B.attention_flops(5)
     assert decode_step_seconds(costs, 4, 900, H200) == decode_step_seconds(costs, 4, 6, H200)
+
+
+def alternating(windows: Sequence[int | None], tp_size: int = 1) -> ModelCosts:
+    """The costs of a model whose six layers have these windows in turn."""
+    one = AttentionShape(num_heads=4, num_kv_heads=2, head_size=16)
+    windows_of_six = itertools.islice(itertools.cycle(windows), 6)
+    shape = ModelShape(
+        num_layers=6,
+        hidden_size=64,
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=16,
+        vocab_size=128,
+        max_position=2048,
+        attention_layers=tuple(replace(one, sliding_window=window) for window in windows_of_six),
+    )
+    module = torch.nn.Linear(1000, 100, device="meta")
+    return costs_on_rank(module, shape, torch.bfloat16, tp_size)
+
+
+def test_each_layer_reads_and_computes_its_own_window() -> None:
+    """As the sum of two models, one for each kind of layer, that have the same weights."""
+    mixed = alternating([100, 100, None])
+    narrow = replace(mixed, attention=(), num_layers=4, sliding_window=100)
+    wide = replace(mixed, attention=(), num_layers=2, sliding_window=None)
+    assert [(one.num_layers, one.sliding_window) for one in mixed.attention] == [
+        (4, 100),
+        (2, None),
+    ]
+    lengths = [(50, 200), (900, 30)]
+    of_mixed, of_narrow, of_wide = (
+        generate_floor(costs, lengths, 2, H200) for costs in (mixed, narrow, wide)
+    )
+    assert of_mixed.kv_bytes == of_narrow.kv_bytes + of_wide.kv_bytes
+    assert of_narrow.kv_bytes < of_wide.kv_bytes
+    assert mixed.attention_flops(900) == narrow.attention_flops(900) + wide.attention_flops(900)
+    slow = Rates(copy_bytes_per_s=1.0, matmul_flops_per_s=1e30)
+    keys = 4 * 100 + 2 * 700
+    of_step = decode_step_seconds(mixed, 3, 700, slow) - mixed.weight_bytes_of_step(3)
+    assert of_step == 3 * keys * 2 * 2 * 16 * 2
+
+
+def test_layers_of_a_rank_have_its_heads() -> None:
+    half = alternating([100, 100, None], tp_size=2)
+    assert [(one.num_heads, one.num_kv_heads) for one in half.attention] == [(2, 1)] * 2
+    assert 2 * half.kv_bytes_per_token == alternating([100, 100, None]).kv_bytes_per_token
+
+
+def test_layers_that_are_alike_need_no_list() -> None:
+    """So a result file has the fields that older ones have."""
+    costs = alternating([100])
+    assert costs.attention == ()
+    assert (costs.num_layers, costs.num_heads, costs.sliding_window) == (6, 4, 100)
+
+
+def test_a_floor_of_different_layers_is_computed_again_from_its_file() -> None:
+    mixed, lengths = alternating([100, 100, None]), [(50, 200), (900, 30)]
+    floor = generate_floor(mixed, lengths, 2, H200)
+    record = json.loads(json.dumps(roofline_record(mixed, H200, floor, 1.0)))
+    assert recompute(record, lengths, 2) == floor
+
+
+def test_rows_beyond_the_largest_batch_go_to_the_next_step() -> None:
+    assert [*rows_of_steps([5, 1, 2, 0], 4)] == [3, 2, 1, 1, 1]
+    assert [*rows_of_steps([4, 4, 1, 1], 2)] == [2] * 5
+    assert [*rows_of_steps([5, 1, 1], 2)] == [2, 2, 1, 1, 1]
+    assert [*rows_of_steps([0, 0], 2)] == [*rows_of_steps([], 2)] == []
+    decoded = [output - 1 for _, output in nano_workload().lengths]
+    for most in (1, 7, 64, 256):
+        rows = [*rows_of_steps(decoded, most)]
+        assert sum(rows) == sum(decoded)
+        assert len(rows) == max(*decoded, -(-sum(decoded) // most)), "the fewest steps there are"
+
+
+def test_the_floor_of_a_mixture_is_below_every_order_of_its_steps() -> None:
+    """Where one output is far longer than the others, most steps touch the experts of one row."""
+    mixture = replace(
+        QWEN3_0_6B, expert_parameters=400_000_000, num_experts=128, experts_per_token=8
+    )
+    lengths = [(64, 33)] * 15 + [(64, 513)]
+    floor = generate_floor(mixture, lengths, 16, H200)
+    full, single = (mixture.weight_bytes_of_step(rows) for rows in (16, 1))
+    assert floor.weight_bytes == 32 * full + 480 * single
+    for most in (2, 5, 16):
+        for order in itertools.islice(itertools.permutations([40, 3, 9, 9, 1, 25]), 0, 720, 37):
+            taken = sum(map(mixture.weight_bytes_of_step, first_come(order, most)))
+            floor = generate_floor(mixture, [(1, 1 + n) for n in order], most, H200)
+            assert floor.weight_bytes <= taken
+
+
+def first_come(decoded: Sequence[int], most: int) -> list[int]:
+    """Rows of each step of a scheduler that admits requests in their order when a row is free."""
+    waiting, running, rows = [*decoded], list[int](), []
+    while waiting or running:
+        while waiting and len(running) < most:
+            running.append(waiting.pop(0))
+        rows.append(len(running))
+        running = [left - 1 for left in running if left > 1]
+    return rows
 
 
 def test_a_request_of_one_output_decodes_nothing() -> None:

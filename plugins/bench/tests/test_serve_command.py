@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 from nanovllm_bench.latency import percentiles
 from nanovllm_bench.serve import measure, processes
 from nanovllm_bench.serve.client import Endpoint, Request
+from nanovllm_bench.serve.compare import by_load
 from nanovllm_bench.serve.load import Share
 from nanovllm_bench.serve.measure import EndpointError
 from nanovllm_bench.serve.processes import ClientError, carry
@@ -149,17 +150,64 @@ def test_results_are_compared_load_by_load(measured: Measured, tmp_path: Path) -
     result = bench("compare", str(measured.file), str(other))
     assert result.exit_code == 0, result.output
     assert result.output.count("2.00 × as fast") == 2
-    record["workload"] = "nano"
-    other.write_text(json.dumps(record))
-    assert isinstance(
-        error := bench("compare", str(measured.file), str(other)).exception, ConfigError
-    )
-    assert "different requests" in str(error)
     other.write_text('{"benchmark": "table"}')
     assert isinstance(
         error := bench("compare", str(measured.file), str(other)).exception, ConfigError
     )
     assert "peer is no result of `nanovllm bench serve`" in str(error)
+
+
+def served_record(seed: int = 0, **changes: Any) -> dict[str, Any]:
+    """What is compared of a result: an open and a closed load of the same requests."""
+    facts = {"num_seqs": 16, "tokens_per_second": 1.0, "long_prompts": None}
+    runs = [
+        {"load": "closed", "clients": 4, "rate": None, "arrivals": None, **facts},
+        {"load": "open", "clients": None, "rate": 10.0, "arrivals": "poisson", **facts},
+    ]
+    of_loads = {key: changes.pop(key) for key in ("num_seqs", "long_prompts") if key in changes}
+    runs = [{**run, **of_loads} for run in runs]
+    if arrivals := changes.pop("arrivals", None):
+        runs[1]["arrivals"] = arrivals
+    record = {"benchmark": "serve", "workload": "nano", "prompts": "ids", "seed": seed}
+    return {**record, "body": {"temperature": 0.6, "ignore_eos": True}, "runs": runs, **changes}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"workload": "16 x 8/8"}, "workload of ours: 'nano'; theirs: '16 x 8/8'"),
+        ({"prompts": "chat"}, "prompts of ours: 'ids'; theirs: 'chat'"),
+        ({"num_seqs": 256}, "num_seqs of ours, 4 clients: 16; theirs, 4 clients: 256"),
+        ({"arrivals": "fixed"}, "arrivals of ours, 10 requests/s: 'poisson'; theirs, 10 requests"),
+        ({"body": {"temperature": 0.0, "ignore_eos": True}}, "body of ours: {'temperature': 0.6}"),
+        ({"long_prompts": {"num_seqs": 3}}, "long prompts of ours, 4 clients: False; theirs"),
+    ],
+    ids=str,
+)
+def test_results_of_different_requests_are_not_compared(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match="different requests") as refused:
+        by_load({"ours": served_record(), "theirs": served_record(**change)})
+    assert said in str(refused.value)
+
+
+def test_endpoints_may_need_other_fields_and_seeds_for_the_same_requests() -> None:
+    """One knows `ignore_eos`, another has to be told a least number of tokens."""
+    theirs = served_record(seed=7, body={"temperature": 0.6, "min_tokens": 1024})
+    loads = by_load({"ours": served_record(), "theirs": theirs})
+    assert {load: [*runs] for load, runs in loads.items()} == {
+        "4 clients": ["ours", "theirs"],
+        "10 requests/s": ["ours", "theirs"],
+    }
+
+
+def test_a_load_that_only_one_result_has_is_compared_with_none() -> None:
+    """So each may have as many requests as its load needs."""
+    few = served_record(num_seqs=4)
+    del few["runs"][1]
+    many = served_record(num_seqs=256)
+    del many["runs"][0]
+    loads = by_load({"few": few, "many": many})
+    assert [[*runs] for runs in loads.values()] == [["few"], ["many"]]
 
 
 def test_results_are_drawn(measured: Measured, tmp_path: Path) -> None:

@@ -5,28 +5,32 @@ Shape suffixes as in `nanovllm_core.interfaces.sampler`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from nanovllm_core.interfaces.sampler import Sampler, SamplerContext
 from nanovllm_core.interfaces.specs import SamplerSpec
 from nanovllm_kit.attention_replay import captured, perturb, recorded
 from nanovllm_kit.conformance import PluginUnderTest, SpecConformance
 from nanovllm_kit.recording import HostReadError
+from nanovllm_kit.sampler_calls import (
+    ROWS,
+    SEED,
+    TEMPERATURES,
+    VOCAB,
+    WIDE,
+    assert_shares,
+    changed_arguments,
+    choose,
+    make_arguments,
+    random_logits,
+    sample,
+)
 
-VOCAB = 50
-ROWS = 8
-TEMPERATURES = (0.0, 1.0, 0.5, 2.0, 0.0, 0.7, 1.5, 3.0)
-"""One of each row's own, so that a neighbour's is another."""
-WIDE = 5003
-"""A vocabulary of more than one block, whatever the block, with a last one that is not full."""
-SEED, SEED_BITS = 0x123456789ABCDEF, 63
-"""Some seed, and how many bits one has: the engine's are from 0 to 2**63 - 1."""
+SEED_BITS = 63
+"""Of a seed: the engine's are from 0 to 2**63 - 1."""
 INDEX_BITS = 17
 """Of an output index: outputs of 128 Ki tokens."""
 
@@ -100,6 +104,29 @@ class SamplerConformance(SpecConformance):
             )
             assert chosen == [together[i] for i in order], f"the rows {order}"
 
+    def test_a_choice_is_the_same_in_every_row(
+        self, plugin: PluginUnderTest, device: torch.device
+    ) -> None:
+        """A preempted request may come back in another row of the tables.
+
+        All requests change their rows. Then equal requests have all rows at once.
+        """
+        logits = random_logits(ROWS, device)
+        seeds = [SEED + 7 * row for row in range(ROWS)]
+        sampler = self.make(plugin, device)
+        before = sample(sampler, logits, temperature=TEMPERATURES, seed=seeds)
+        order = [5, 0, 7, 2, 1, 6, 3, 4]
+        moved = sample(
+            sampler,
+            logits[order],
+            temperature=[TEMPERATURES[i] for i in order],
+            seed=[seeds[i] for i in order],
+            index=[3 + i for i in order],
+        )
+        assert moved == [before[i] for i in order]
+        equal = choose(self.make(plugin, device, WIDE), device, [SEED] * ROWS, [0] * ROWS)
+        assert len(set(equal)) == 1, f"equal requests in {ROWS} rows get {equal}"
+
     def test_a_new_sampler_goes_on_as_the_old_one_would_have(
         self, plugin: PluginUnderTest, device: torch.device
     ) -> None:
@@ -144,13 +171,17 @@ class SamplerConformance(SpecConformance):
         """Of equal logits another id, for a seed of 63 bits and an output index of 17.
 
         One bit is changed at a time, in each of three pairs: by chance, none of the three choices
-        changes once in 10**11 times.
+        changes once in 10**11 times. All go through one row, one call each.
         """
         seeds = [SEED, *(SEED ^ 1 << bit for bit in range(SEED_BITS))]
         indices = [5, *(5 ^ 1 << bit for bit in range(INDEX_BITS))]
-        sampler = self.make(plugin, device, WIDE, len(seeds))
-        by_seed = [choose(sampler, device, seeds, [i] * len(seeds)) for i in range(3)]
-        by_index = [choose(sampler, device, [SEED + i] * len(indices), indices) for i in range(3)]
+        sampler = self.make(plugin, device, WIDE, 1)
+
+        def chosen(seed: int, index: int) -> int:
+            return choose(sampler, device, [seed], [index])[0]
+
+        by_seed = [[chosen(seed, i) for seed in seeds] for i in range(3)]
+        by_index = [[chosen(SEED + i, index) for index in indices] for i in range(3)]
         for what, choices in (("seed", by_seed), ("output index", by_index)):
             columns = [*zip(*choices, strict=True)]
             ignored = [bit for bit, ids in enumerate(columns[1:]) if ids == columns[0]]
@@ -319,77 +350,3 @@ def _skip_without_graphs(plugin: PluginUnderTest) -> None:
 
 def _addresses(sampler: Sampler) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in sampler.captured_tensors().items()}
-
-
-def assert_shares(chosen: Sequence[int], expected: Tensor) -> None:
-    """Each id's share of the choices is within five standard deviations of what is expected."""
-    shares = torch.bincount(torch.tensor(chosen), minlength=len(expected)) / len(chosen)
-    deviation = (expected * (1 - expected) / len(chosen)).sqrt()
-    assert ((shares - expected).abs() <= 5 * deviation).all(), (shares, expected)
-
-
-def random_logits(entries: int, device: torch.device, seed: int = 0) -> Tensor:
-    """Logits [entries, VOCAB] without a clear winner."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(entries, VOCAB, generator=generator).to(device)
-
-
-def make_arguments(
-    logits_BV: Tensor,
-    *,
-    rows: Sequence[int] | None = None,
-    temperature: Sequence[float] | None = None,
-    seed: Sequence[int] | None = None,
-    index: Sequence[int] | None = None,
-) -> dict[str, Any]:
-    """What `Sampler.sample` takes; temperature and seed are those of the table's rows."""
-    entries, device = len(logits_BV), logits_BV.device
-    size = max(ROWS, entries)
-    seeds = list(seed) if seed is not None else [2**40 + 7 * row for row in range(size)]
-    temperatures = list(temperature) if temperature is not None else [1.0] * size
-    numbers = list(index) if index is not None else [3 + i for i in range(entries)]
-    rows = list(rows) if rows is not None else list(range(entries))
-
-    def ints(values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    return {
-        "logits_BV": logits_BV,
-        "rows_B": ints(rows),
-        "temperature_R": torch.tensor(
-            temperatures + [0.0] * (size - len(temperatures)), device=device
-        ),
-        "seed_R": torch.tensor(seeds + [0] * (size - len(seeds)), device=device),
-        "output_index_B": ints(numbers),
-        "out_B": ints([-7] * entries),
-        "skip": ints([0]),
-    }
-
-
-def changed_arguments(entries: int, device: torch.device, number: int) -> dict[str, Any]:
-    """What another step of the engine would give: other rows, padding among them, and settings."""
-    rows = [(3 * i + number) % ROWS for i in range(entries)]
-    rows[number % entries] = -1
-    return make_arguments(
-        random_logits(entries, device, seed=1 + number),
-        rows=rows,
-        temperature=[TEMPERATURES[(row + number) % ROWS] for row in range(ROWS)],
-        seed=[SEED + 11 * number + row for row in range(ROWS)],
-        index=[100 * number + i for i in range(entries)],
-    )
-
-
-def choose(
-    sampler: Sampler, device: torch.device, seed: Sequence[int], index: Sequence[int]
-) -> list[int]:
-    """The ids of a vocabulary of `WIDE` equal logits, where noise alone decides."""
-    logits = torch.zeros(len(seed), WIDE, device=device)
-    return sample(sampler, logits, seed=seed, index=index)
-
-
-def sample(sampler: Sampler, logits_BV: Tensor, **settings: Any) -> list[int]:
-    """The ids of one call."""
-    arguments = make_arguments(logits_BV, **settings)
-    sampler.sample(**arguments)
-    chosen: list[int] = arguments["out_B"].tolist()
-    return chosen

@@ -20,7 +20,13 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from nanovllm_core.errors import NanoVLLMError, PluginLoadError, PluginNotFoundError, did_you_mean
+from nanovllm_core.errors import (
+    NanoVLLMError,
+    PluginLoadError,
+    PluginNotFoundError,
+    did_you_mean,
+    shown,
+)
 from nanovllm_core.interfaces.doctor import DoctorCheck
 from nanovllm_core.registry import (
     COMMAND_GROUP,
@@ -52,18 +58,9 @@ def validate_package(folder: Path) -> list[DoctorCheck]:
     Raises PluginNotFoundError where the folder holds no pyproject.toml that can be read.
     """
     project = _read_project(folder)
-    checks = [
-        _check_readme(folder, project),
-        _check_requires_core(project),
-    ]
-    groups: Mapping[str, Mapping[str, str]] = project.get("entry-points", {})
-    entries = [
-        (group, name, target)
-        for group, named in groups.items()
-        if group.startswith(GROUP_PREFIX)
-        for name, target in named.items()
-    ]
-    if not entries:
+    entries, misshapen = _read_entries(project)
+    checks = [_check_readme(folder, project), _check_requires_core(project), *misshapen]
+    if not entries and not misshapen:
         checks.append(
             DoctorCheck(
                 "entry points",
@@ -117,6 +114,30 @@ def _read_project(folder: Path) -> Mapping[str, Any]:
             "installed plugin"
         ) from error
     return project
+
+
+def _read_entries(project: Mapping[str, Any]) -> tuple[list[Entry], list[DoctorCheck]]:
+    """The entry points in groups of nanovllm's, and a check for each value of a wrong type."""
+    groups = project.get("entry-points", {})
+    if not isinstance(groups, dict):
+        must = 'it must be a table of tables, [project.entry-points."nanovllm.KIND"]'
+        return [], [_wrong("entry points", f"project.entry-points is {shown(groups)}; {must}")]
+    entries: list[Entry] = []
+    wrong: list[DoctorCheck] = []
+    for group, named in groups.items():
+        if not group.startswith(GROUP_PREFIX):
+            continue
+        if not isinstance(named, dict):
+            must = 'it must be a table of NAME = "package.module"'
+            wrong.append(_wrong(group, f"the group is {shown(named)}; {must}"))
+            continue
+        for name, target in named.items():
+            if isinstance(target, str):
+                entries.append((group, name, target))
+            else:
+                must = 'it must be text, as in "package.module"'
+                wrong.append(_wrong(name, f"its target in {group} is {shown(target)}; {must}"))
+    return entries, wrong
 
 
 def _why_no_package(file: Path, error: Exception) -> str:

@@ -73,6 +73,38 @@ def test_each_mistake_is_named_and_has_a_remedy(
     assert not found.endswith("-> ")
 
 
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        (
+            '[project.entry-points]\n"nanovllm.kernels" = "x"',
+            "nanovllm.kernels: the group is 'x'; it must be a table of NAME = \"package.module\"",
+        ),
+        (
+            '[project.entry-points."nanovllm.kernels"]\nquick = ["x"]',
+            "quick: its target in nanovllm.kernels is ['x']; it must be text",
+        ),
+    ],
+    ids=["a group", "a target"],
+)
+def test_an_entry_point_of_a_wrong_type_hides_no_other(
+    tables: str, said: str, package: Path
+) -> None:
+    project = package / "pyproject.toml"
+    change(project, "fair.plugin", "fair.plug")
+    project.write_text(f"{project.read_text()}\n{tables}\n")
+    misshapen, other = wrong(package)
+    assert misshapen.startswith(said)
+    assert "No module named" in other
+
+
+def test_entry_points_that_are_no_tables_are_named(tmp_path: Path) -> None:
+    """The only problem but for the README and the requirement, which other tests are about."""
+    (tmp_path / "pyproject.toml").write_text('[project]\nentry-points = "x"')
+    found = wrong(tmp_path)[-1]
+    assert found.startswith("entry points: project.entry-points is 'x'; it must be a table of tabl")
+
+
 def test_a_package_of_an_unknown_distribution_is_not_ascribed_to_one(package: Path) -> None:
     change(package / "nanovllm_scheduler_fair/plugin.py", "contract=1", "contract=99")
     [found] = wrong(package)

@@ -100,6 +100,20 @@ class NoiseOfTheRow(Honest):
         return torch.stack(kept)
 
 
+class RowForSeed(Honest):
+    """Seeds are ignored: each row has noise of its own."""
+
+    def noise(self, seed_B: Tensor, index_B: Tensor, rows_B: Tensor) -> Tensor:
+        return super().noise(rows_B.long() * 1000003 + 12345, index_B, rows_B)
+
+
+class SeedAndRow(Honest):
+    """A request that comes back in another row goes on with other noise."""
+
+    def noise(self, seed_B: Tensor, index_B: Tensor, rows_B: Tensor) -> Tensor:
+        return super().noise(seed_B ^ (rows_B.long() * 1000003 << 20), index_B, rows_B)
+
+
 class SeedPlusIndex(Honest):
     """Seed 8 at output 1 draws as seed 9 at output 0."""
 
@@ -195,11 +209,15 @@ class TemperatureOfTheFirstCall(Honest):
 SHARES = "test_ids_come_as_often_as_the_softmax_says"
 BITS = "test_every_bit_of_seed_and_output_index_changes_the_noise"
 NEIGHBOURS = "test_a_choice_depends_on_no_neighbour"
+EVERY_ROW = "test_a_choice_is_the_same_in_every_row"
 REPLAYS = "test_captured_calls_follow_their_inputs"
 BUGS: list[tuple[type[Honest], str]] = [
     (TemperatureByPlace, NEIGHBOURS),
     (FirstDecidesGreedy, NEIGHBOURS),
     (NoiseOfTheRow, "test_a_new_sampler_goes_on_as_the_old_one_would_have"),
+    (RowForSeed, EVERY_ROW),
+    (RowForSeed, BITS),
+    (SeedAndRow, EVERY_ROW),
     (SeedPlusIndex, "test_neighbouring_seeds_share_no_noise"),
     (LowSeed, BITS),
     (HalfASeed, BITS),

@@ -171,7 +171,7 @@ def _run(config: EngineConfig, items: Sequence[Item]) -> tuple[dict[str, Any], l
             "attention": llm.info.attention,
             "scheduler": config.scheduler.name,
             "device": llm.info.device,
-            "dtype": config.dtype,
+            "dtype": llm.info.dtype,
             "seconds": round(seconds, 3),
         }
     pairs = zip(items, outputs, strict=True)

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm_bench.plots import draw_panels
-from nanovllm_core.errors import ConfigError
+from nanovllm_core.errors import ConfigError, shown
 
 Run = Mapping[str, Any]
+DIFFERENT = "the results are of different requests, and their figures say nothing of one another"
+DIALECT = frozenset({"ignore_eos", "min_tokens", "stream_options"})
+"""Fields with which one endpoint is asked for the answers that another gives without them."""
 PANELS: Mapping[str, Callable[[Run], float | None]] = {
     "output tok/s": lambda run: run["tokens_per_second"],
     "first token, p99, ms": lambda run: run["ttft_ms"] and run["ttft_ms"]["p99"],
@@ -37,17 +40,38 @@ def by_load(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Run
             f"{strange[0]} is no result of `nanovllm bench serve`; results of several kinds cannot "
             "be put beside one another"
         )
-    kinds = {(one["workload"], one["prompts"]): name for name, one in results.items()}
-    if len(kinds) > 1:
-        raise ConfigError(
-            "the results are of different requests, and their figures say nothing of one another: "
-            + "; ".join(f"{name}: {workload} as {how}" for (workload, how), name in kinds.items())
-        )
+    _check_alike({name: _requests_of(record) for name, record in results.items()})
     loads: defaultdict[str, dict[str, Run]] = defaultdict(dict)
     for name, record in results.items():
         for run in record["runs"]:
             loads[load_name(run)][name] = run
+    for load, runs in loads.items():
+        _check_alike({f"{name}, {load}": _load_of(run) for name, run in runs.items()})
     return dict(loads)
+
+
+def _requests_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a result that say what each request asks for."""
+    fields = {name: value for name, value in record["body"].items() if name not in DIALECT}
+    return {"workload": record["workload"], "prompts": record["prompts"], "body": fields}
+
+
+def _load_of(run: Run) -> dict[str, Any]:
+    """The fields of a load that say how many requests came, and when."""
+    return {
+        "num_seqs": run["num_seqs"],
+        "arrivals": run["arrivals"],
+        "long prompts": run["long_prompts"] is not None,
+    }
+
+
+def _check_alike(kinds: Mapping[str, Mapping[str, Any]]) -> None:
+    """ConfigError with the first field in which results differ, and the value of each."""
+    for field in next(iter(kinds.values()), {}):
+        values = {name: kind[field] for name, kind in kinds.items()}
+        if any(value != next(iter(values.values())) for value in values.values()):
+            said = "; ".join(f"{name}: {shown(value)}" for name, value in values.items())
+            raise ConfigError(f"{DIFFERENT}: {field} of {said}; measure them alike")
 
 
 def names_of(files: Sequence[Path]) -> list[str]:
