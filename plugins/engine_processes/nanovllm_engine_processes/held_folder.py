@@ -27,7 +27,7 @@ class HeldFolder:
 
     def __init__(self, prefix: str) -> None:
         sweep(prefix)
-        self.path = Path(tempfile.gettempdir()) / f"{prefix}{token_hex(8)}"
+        self.path = Path(tempfile.gettempdir()) / f"{prefix}{token_hex(4)}"
         files = ExitStack()
         # First, for a signal may end the process as soon as the folder is there.
         self.remove = weakref.finalize(self, _remove, self.path, files, os.getpid())

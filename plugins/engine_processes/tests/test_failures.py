@@ -26,7 +26,7 @@ from nanovllm_core.api import (
     InvalidSamplingError,
 )
 from nanovllm_engine_processes import engines, process, wire
-from nanovllm_engine_processes.child import EngineServer, inbox_of, outbox_of
+from nanovllm_engine_processes.child import ENGINES_PREFIX, EngineServer, inbox_of, outbox_of
 from nanovllm_engine_processes.engines import Engines
 from nanovllm_engine_processes.plugin import ProcessesOptions
 from nanovllm_engine_processes.process import EngineProcess
@@ -214,18 +214,19 @@ def test_the_path_of_the_sockets_may_be_as_long_as_a_socket_takes(
     monkeypatch.setattr(engines, "EngineProcess", stop)
     config = EngineConfig(model="x", device="cpu")
     with tempfile.TemporaryDirectory() as place:
+        within = len(os.fsencode(f"{place}//{ENGINES_PREFIX}01234567/answers"))
+        longest = zmq.IPC_PATH_MAX_LEN - within
         for name, error in (
-            ("x", NoProcessError),
-            ("y", EngineError),
-            ("\u00e9" * 45, EngineError),
+            ("x" * longest, NoProcessError),
+            ("y" * (longest + 1), EngineError),
+            ("\u00e9" * longest, EngineError),
         ):
-            number = zmq.IPC_PATH_MAX_LEN - len(os.fsencode(f"{place}//answers")) + (name == "y")
-            folder = Path(place, name if len(name) > 1 else name * number)
+            folder = Path(place, name)
             folder.mkdir()
-            monkeypatch.setattr(tempfile, "mkdtemp", lambda folder=folder, **_: str(folder))
+            monkeypatch.setattr(tempfile, "tempdir", str(folder))
             with pytest.raises(error):
                 Engines(config, ProcessesOptions())
-            assert not folder.exists()
+            assert [*folder.iterdir()] == []
 
 
 def test_an_engine_that_takes_long_to_die_holds_no_other_up(
