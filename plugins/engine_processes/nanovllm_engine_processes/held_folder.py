@@ -16,6 +16,16 @@ from pathlib import Path
 from secrets import token_hex
 
 LOCK = "lock"
+_files: weakref.WeakSet[ExitStack] = weakref.WeakSet()
+"""The files that are locked. A fork closes its own, or it would hold the folders of its parent."""
+
+
+def _close_files() -> None:
+    for files in tuple(_files):
+        files.close()
+
+
+os.register_at_fork(after_in_child=_close_files)
 
 
 class HeldFolder:
@@ -29,6 +39,7 @@ class HeldFolder:
         sweep(prefix)
         self.path = Path(tempfile.gettempdir()) / f"{prefix}{token_hex(4)}"
         files = ExitStack()
+        _files.add(files)
         # First, for a signal may end the process as soon as the folder is there.
         self.remove = weakref.finalize(self, _remove, self.path, files, os.getpid())
         self.path.mkdir(mode=0o700)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -58,6 +59,32 @@ def test_folders_beside_each_other_stay_until_they_are_removed(place: Path) -> N
     assert {*place.iterdir()} == {first.path, unknown}
     del first  # a program that ends drops it too
     assert [*place.iterdir()] == [unknown]
+
+
+FORKED = """\
+import os, signal, sys, time
+from nanovllm_engine_processes.held_folder import HeldFolder
+held = HeldFolder(sys.argv[1])
+if (child := os.fork()) == 0:
+    time.sleep(1000)
+print(child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_fork_that_lives_on_holds_no_folder(place: Path) -> None:
+    program = [sys.executable, "-c", FORKED, PREFIX]
+    killed = subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
+    assert killed.stdout is not None
+    child = int(killed.stdout.readline())
+    try:
+        killed.wait(60)
+        assert len([*place.iterdir()]) == 1
+        held = HeldFolder(PREFIX)
+        assert [*place.iterdir()] == [held.path]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        killed.stdout.close()
 
 
 def test_a_fork_leaves_the_folder_of_its_parent(place: Path) -> None:
