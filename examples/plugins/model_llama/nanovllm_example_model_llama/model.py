@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel
-
 from nanovllm_core.layers import (
     DecoderConfig,
     DecoderForCausalLM,
-    LayerContext,
     refuse_unless,
     true_or_false,
 )
@@ -34,16 +31,6 @@ class LlamaForCausalLM(DecoderForCausalLM):
         return DecoderConfig.from_config(
             config, qkv_bias=bias, output_bias=bias, mlp_bias=true_or_false(config, "mlp_bias")
         )
-
-    def __init__(
-        self, options: BaseModel, config: Mapping[str, Any], context: LayerContext
-    ) -> None:
-        super().__init__(options, config, context)
-        # Llama 1 and 2 were saved with the rotary frequencies, which follow from the settings.
-        self.ignored_weights = [
-            f"model.layers.{index}.self_attn.rotary_emb.inv_freq"
-            for index in range(len(self.model.layers))
-        ]
 
 
 class MistralForCausalLM(LlamaForCausalLM):
