@@ -261,6 +261,9 @@ def test_code_of_a_checkpoint_is_not_run(copied):
     (copied / "tokenization_own.py").write_text("raise SystemExit('the code runs')")
     with pytest.raises(CheckpointError, match=r"Python code .* is not run; set `tokenizer`"):
         load(copied)
+    write_json(copied / "tokenizer_config.json", {"auto_map": None})
+    with pytest.raises(CheckpointError, match="transformers cannot convert"):
+        load(copied)
 
 
 def test_detokenizers_of_one_tokenizer_do_not_mix(tokenizer):

@@ -298,7 +298,7 @@ def _convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
     """The named route for folders without tokenizer.json: transformers converts what it knows."""
     from transformers import AutoTokenizer
 
-    if "AutoTokenizer" in read_json(folder / "tokenizer_config.json").get("auto_map", {}):
+    if "AutoTokenizer" in (read_json(folder / "tokenizer_config.json").get("auto_map") or {}):
         raise CheckpointError(
             f"{folder} has no tokenizer.json, and its tokenizer is Python code of the checkpoint, "
             "which is not run; set `tokenizer` to a folder with a tokenizer.json"
