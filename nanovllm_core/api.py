@@ -64,6 +64,7 @@ from nanovllm_core.interfaces.kernels import (
     GatedKernels as GatedKernels,
     KernelSet as KernelSet,
     LatentPrep as LatentPrep,
+    MixtureKernels as MixtureKernels,
     QKPrep as QKPrep,
     Routing as Routing,
     RoutingKernels as RoutingKernels,

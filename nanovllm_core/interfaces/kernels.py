@@ -266,6 +266,31 @@ class RoutingKernels(Protocol):
 
 
 @runtime_checkable
+class MixtureKernels(Protocol):
+    """A kernel set that can norm the residual, choose experts and run them in one operation."""
+
+    def norm_experts(
+        self,
+        x_TE: Tensor,
+        norm_weight_E: Tensor,
+        eps: float,
+        weight_NE: Tensor,
+        routing: Routing,
+        bias_N: Tensor | None,
+        gate_up_N2FE: Tensor,
+        down_NEF: Tensor,
+        residual_TE: Tensor | None = None,
+    ) -> Tensor | None:
+        """The result of `experts` for rms_norm(x), with the choice of `route` -> [T, E].
+
+        `weight_NE` and `bias_N` are the router's. The stacks have the experts of
+        `routing.num_shared` behind the others. The residual, if it is given, is in the sum, and is
+        overwritten; it may be x. None, with nothing changed, where the set has no kernels for such
+        rows and weights: then the layer calls the operations apart.
+        """
+
+
+@runtime_checkable
 class CompilingKernels(Protocol):
     """A kernel set that can compile its kernels, and others in its language, in parallel."""
 

@@ -219,12 +219,23 @@ class SparseMLP(nn.Module):
 
     def forward(self, residual_TE: Tensor, norm: RMSNorm) -> Tensor:
         """residual + the mixture of norm(residual). The residual is overwritten."""
-        weights_TC, ids_TC, x_TE = self.gate(residual_TE, norm)
         shared = self.shared_experts
         if self.tp.size == 1 and not isinstance(shared, GatedMLP):
-            return self.experts(x_TE, weights_TC, ids_TC, residual_TE)
-        y_TE = self.experts(x_TE, weights_TC, ids_TC)
+            return self._mixture(residual_TE, norm, residual_TE)
+        y_TE = self._mixture(residual_TE, norm)
         if isinstance(shared, GatedMLP):
             hidden_TF = shared.gate_up_proj.matrix.norm_gate_up(residual_TE, norm.factors, norm.eps)
             y_TE = shared.down_proj.matrix.linear_add(hidden_TF, y_TE)
         return self.sum.add_to(y_TE, residual_TE)
+
+    def _mixture(self, x_TE: Tensor, norm: RMSNorm, residual_TE: Tensor | None = None) -> Tensor:
+        """The experts of norm(x), this rank's part, on the residual if there is one."""
+        gate, experts = self.gate, self.experts
+        fused_TE = gate.matrix.norm_experts(
+            x_TE, norm.factors, norm.eps, gate.routing, gate.e_score_correction_bias,
+            experts.gate_up.tensor, experts.down.tensor, residual_TE,
+        )  # fmt: skip
+        if fused_TE is not None:
+            return fused_TE
+        weights_TC, ids_TC, normed_TE = gate(x_TE, norm)
+        return experts(normed_TE, weights_TC, ids_TC, residual_TE)

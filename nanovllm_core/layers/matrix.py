@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from nanovllm_core.interfaces.kernels import GatedKernels, Routing, RoutingKernels
+from nanovllm_core.interfaces.kernels import GatedKernels, MixtureKernels, Routing, RoutingKernels
 from nanovllm_core.layers.module import Layer, ModelParameter, ShardId, copy_weight, make_parameter
 
 if TYPE_CHECKING:
@@ -123,6 +123,20 @@ class WeightMatrix(ABC):
         """As `RoutingKernels.norm_route`, of a router's W. None: the router calls the others."""
         return None
 
+    def norm_experts(
+        self,
+        x_TE: Tensor,
+        norm_weight_E: Tensor,
+        eps: float,
+        routing: Routing,
+        bias_N: Tensor | None,
+        gate_up_N2FE: Tensor,
+        down_NEF: Tensor,
+        residual_TE: Tensor | None = None,
+    ) -> Tensor | None:
+        """As `MixtureKernels.norm_experts`, of a router's W. None: layers call the others."""
+        return None
+
 
 class PlainMatrix(WeightMatrix):
     """One tensor in the model's dtype, as in the checkpoint: every method is a kernel's call."""
@@ -171,3 +185,22 @@ class PlainMatrix(WeightMatrix):
         if not isinstance(kernels, RoutingKernels):
             return None
         return kernels.norm_route(x_TE, norm_weight_E, eps, self.tensor, routing, bias_N)
+
+    def norm_experts(
+        self,
+        x_TE: Tensor,
+        norm_weight_E: Tensor,
+        eps: float,
+        routing: Routing,
+        bias_N: Tensor | None,
+        gate_up_N2FE: Tensor,
+        down_NEF: Tensor,
+        residual_TE: Tensor | None = None,
+    ) -> Tensor | None:
+        kernels = self.kernels
+        if not isinstance(kernels, MixtureKernels):
+            return None
+        return kernels.norm_experts(
+            x_TE, norm_weight_E, eps, self.tensor, routing, bias_N,
+            gate_up_N2FE, down_NEF, residual_TE,
+        )  # fmt: skip

@@ -23,7 +23,7 @@ import pytest
 import torch
 from nanovllm_core.api import Routing
 from nanovllm_core.kernels import TorchKernels, launch_options
-from COPY import experts
+from COPY import experts, norm_rank, norm_route
 from COPY.kernel_set import TritonKernels
 from COPY.experts_choice import FewExperts, FewPlan, GroupedPlan, ManyExperts
 
@@ -41,7 +41,41 @@ def check(tokens, plan):
     actual, expected = experts.run_experts(*inputs, OPTIONS, plan), TorchKernels().experts(*inputs)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
+def no_choice(x, routing):  # so that a rank which no expert has reads what is there
+    return torch.zeros(1, routing.num_chosen), torch.zeros(1, routing.num_chosen).int()
+
 class TestCopy:
+    @pytest.mark.parametrize("routing, has_bias", [
+        (Routing(top_k=3, scale=2.0), False),
+        (Routing(top_k=3, renormalize=True), False),
+        (Routing(top_k=3, renormalize=True), True),
+        (Routing(top_k=3, renormalize=True, scoring="sigmoid", scale=2.5), True),
+        (Routing(top_k=2, scoring="sigmoid", num_shared=2), True),
+    ])
+    def test_norm_experts(self, routing, has_bias, monkeypatch):
+        monkeypatch.setattr(norm_route, "_PROGRAMS", 10)
+        monkeypatch.setattr(norm_rank, "empty_choice", no_choice)
+        torch.manual_seed(0)
+        kernels, reference = TritonKernels(), TorchKernels()
+        norm, weight = torch.rand(HIDDEN) + 0.5, torch.randn(65, HIDDEN) / 3
+        bias = (torch.arange(130) * 5 % 13 / 4) if has_bias else None
+        gate_up = torch.randn(130 + routing.num_shared, 2 * INTERMEDIATE, HIDDEN) / 6
+        down = torch.randn(130 + routing.num_shared, HIDDEN, INTERMEDIATE) / 5
+        for scale in (1.0, 1.0, -200.0):  # of the last all scores of a sigmoid underflow
+            x = torch.rand(1, HIDDEN)
+            weight = weight if scale > 0 else torch.full_like(weight, scale / HIDDEN)
+            normed = reference.rms_norm(x, norm, 1e-6)
+            logits = (normed @ weight.t()).repeat(1, 2)  # of each two are equal
+            expected = x + reference.experts(
+                normed, *reference.route(logits, routing, bias), gate_up, down, routing.num_shared
+            )
+            actual = kernels.norm_experts(
+                x, norm, 1e-6, weight.repeat(2, 1), routing, bias, gate_up, down, x
+            )
+            assert actual is x
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+            assert (kernels._logits == -1).all()  # no logit stays where it has passed
+
     @pytest.mark.parametrize("exact", [False, True])
     def test_norm_route(self, exact):
         torch.manual_seed(0)
@@ -90,7 +124,7 @@ class TestCopy:
 )
 
 FEW, TILES, BLOCKS = "test_few_pairs", "test_tiles", "test_blocks_of_pairs"
-ROUTES = "test_norm_route"
+ROUTES, RANKS = "test_norm_route", "test_norm_experts"
 
 
 def bug(name: str, file: str, caught_by: str, *edits: tuple[str, str]) -> Mutation:
@@ -170,7 +204,8 @@ MUTATIONS = [
     ),
     bug(
         "logits that have passed stay for the next layer", "norm_route", ROUTES,
-        ("tl.full(ids.shape, EMPTY, tl.int32)", "passed"),
+        ("tl.full(places.shape, EMPTY, tl.int32)",
+         "tl.load(passed_ptr + places, mask=places < NUM_EXPERTS, other=0)"),
     ),
     bug(
         "the experts of all rows go to the first", "norm_route", ROUTES,
@@ -185,6 +220,81 @@ MUTATIONS = [
     bug(
         "the bias is left out", "norm_route", ROUTES,
         ("if bias_ptr is not None:", "if False:"),
+    ),
+    bug(
+        "of equal experts the last come first", "norm_rank", RANKS,
+        ("(ids[None, :] < own_ids[:, None])", "(ids[None, :] > own_ids[:, None])"),
+    ),
+    bug(
+        "of equal experts each counts itself", "norm_rank", RANKS,
+        ("(ids[None, :] < own_ids[:, None])", "(ids[None, :] <= own_ids[:, None])"),
+    ),
+    bug(
+        "of equal experts all have one rank", "norm_rank", RANKS,
+        (" | ((order == own_order) & (ids[None, :] < own_ids[:, None]))", ""),
+    ),
+    bug(
+        "a router has no bias", "norm_rank", RANKS, ("if bias_ptr is not None:", "if False:"),
+    ),
+    bug(
+        "other experts have no bias", "norm_rank", RANKS,
+        ("order = _order(scores, bias)", "order = _order(scores, None)"),
+    ),
+    bug(
+        "the bias is in the weight", "norm_rank", RANKS,
+        ("weights_ptr + ranks, own_scores,",
+         "weights_ptr + ranks, own_scores if own_bias is None else own_scores + own_bias,"),
+    ),
+    bug(
+        "a softmax is not divided", "norm_rank", RANKS,
+        ("tl.div_rn(scores, total), tl.div_rn(own_scores, total)", "scores, own_scores"),
+    ),
+    bug(
+        "a softmax is divided by the sum of its own program", "norm_rank", RANKS,
+        ("tl.sum(scores, axis=0)", "tl.sum(own_scores, axis=0)"),
+    ),
+    bug(
+        "a bias is added to what is to be divided", "norm_rank", RANKS,
+        ("if bias_ptr is not None or not RENORMALIZE:", "if not RENORMALIZE:"),
+    ),
+    bug(
+        "weights that are not divided lose their scale", "norm_rank", RANKS,
+        ("own_scores *= SCALE", "own_scores *= 1.0"),
+    ),
+    bug(
+        "weights are scaled twice", "norm_rank", RANKS,
+        ("own_scores *= SCALE", "own_scores *= SCALE * SCALE"),
+    ),
+    bug(
+        "a sigmoid is taken for a softmax", "norm_rank", RANKS,
+        ("    if SOFTMAX:\n        return", "    if True:\n        return"),
+    ),
+    bug(
+        "shared experts are the first ones", "norm_rank", RANKS,
+        ("NUM_EXPERTS + shared", "shared"),
+    ),
+    bug(
+        "shared experts have no weight", "norm_rank", RANKS,
+        ("tl.full(shared.shape, 1.0, tl.float32)", "tl.full(shared.shape, 0.0, tl.float32)"),
+    ),
+    bug(
+        "weights are not divided by their sum", "few", RANKS,
+        ("(tl.sum(weights, axis=0) + 1e-20)", "(tl.sum(weights, axis=0) * 0.0 + 1.0)"),
+    ),
+    bug("a sum of 0 divides", "few", RANKS, (" + 1e-20)", ")")),
+    bug("weights that are divided lose their scale", "few", RANKS, ("SCALE / (", "1.0 / (")),
+    bug(
+        "the residual is scaled too", "few", RANKS,
+        ("total = tl.sum(y, axis=1)", "total = tl.sum(y, axis=1) + residual.to(tl.float32)"),
+        ("            total += residual.to(tl.float32)\n", ""),
+    ),
+    bug(
+        "logits stay behind the down projection", "few", RANKS,
+        ("if passed_ptr is not None:", "if False:"),
+    ),
+    bug(
+        "the last logit stays", "few", RANKS,
+        ("take_out_logits(passed_ptr, PASSED)", "take_out_logits(passed_ptr, PASSED - 1)"),
     ),
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Which operations a mixture calls for norm, router and choice, and that they agree."""
+"""Which operations a mixture calls for norm, router, choice and experts, and that they agree."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm_core.api import Routing, RoutingKernels
+from nanovllm_core.api import MixtureKernels, Routing, RoutingKernels
 from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.layers import (
     Layer,
@@ -60,6 +60,36 @@ class Fused(TorchKernels, RoutingKernels):
         return (*self.route(logits_TN, routing, bias_N), normed_TE)
 
 
+class AtOnce(Fused, MixtureKernels):
+    """Has the whole mixture too, for up to MOST rows. Notes whether a residual was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_residual: list[bool] = []
+
+    def experts(
+        self, x_TE: Tensor, weights_TC: Tensor, ids_TC: Tensor, gate_up_N2FE: Tensor,
+        down_NEF: Tensor, num_shared: int = 0, residual_TE: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        self.calls.append("experts")
+        inputs = (x_TE, weights_TC, ids_TC, gate_up_N2FE, down_NEF)
+        return super().experts(*inputs, num_shared, residual_TE)
+
+    def norm_experts(
+        self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, weight_NE: Tensor, routing: Routing,
+        bias_N: Tensor | None, gate_up_N2FE: Tensor, down_NEF: Tensor,
+        residual_TE: Tensor | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        self.calls.append("norm_experts")
+        self.has_residual.append(residual_TE is not None)
+        routed = Fused().norm_route(x_TE, norm_weight_E, eps, weight_NE, routing, bias_N)
+        if routed is None:
+            return None
+        weights_TC, ids_TC, normed_TE = routed
+        inputs = (normed_TE, weights_TC, ids_TC, gate_up_N2FE, down_NEF)
+        return super().experts(*inputs, routing.num_shared, residual_TE)
+
+
 class Halved(WeightMatrix):
     """A format that knows nothing of routers: it stores 2 W."""
 
@@ -83,17 +113,21 @@ class Halved(WeightMatrix):
 def run(
     kernels: TorchKernels, rule: str, tokens: int, *,
     tp: TensorParallel | None = None, matrix: type[WeightMatrix] = PlainMatrix,
+    shared_size: int | None = None,
 ) -> Tensor:  # fmt: skip
     """What a mixture with dummy weights adds to the same residual."""
     context = LayerContext(CPU, torch.float32, tp or SingleRank(), kernels, matrix)
     with torch.inference_mode():
         mixture = SparseMLP(
-            context, HIDDEN, INTERMEDIATE, NUM_EXPERTS, ROUTINGS[rule], bias=rule == "exact"
-        )
+            context, HIDDEN, INTERMEDIATE, NUM_EXPERTS, ROUTINGS[rule],
+            bias=rule == "exact", shared_size=shared_size,
+        )  # fmt: skip
         norm = RMSNorm(context, HIDDEN, 1e-6)
         for seed, module in enumerate((mixture, norm)):
             init_dummy_weights(module, seed)
             finalize_layers(module)
+        if (bias_N := mixture.gate.e_score_correction_bias) is not None:
+            bias_N.copy_(torch.arange(NUM_EXPERTS) / 8)  # dummy weights leave it 0
         x_TE = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(1))
         return mixture(x_TE.clone(), norm) - x_TE
 
@@ -121,3 +155,48 @@ def test_every_rank_chooses_at_once() -> None:
     sets = [Fused(), Fused()]
     run_ranks(2, lambda tp: run(sets[tp.rank], "rounded", TOKENS, tp=tp))
     assert [one.calls for one in sets] == [["norm_route"], ["norm_route"]]
+
+
+@pytest.mark.parametrize("rule", ROUTINGS)
+def test_a_set_that_computes_a_mixture_at_once_is_asked_first(rule: str) -> None:
+    """In the place of all others; where it declines, they follow."""
+    apart = ["norm_experts", "norm_route", "rms_norm", "experts"]
+    for tokens, calls in ((MOST, ["norm_experts"]), (MOST + 1, apart)):
+        kernels = AtOnce()
+        assert torch.equal(run(kernels, rule, tokens), run(TorchKernels(), rule, tokens))
+        assert kernels.calls == calls
+        assert kernels.has_residual == [True]
+
+
+@pytest.mark.parametrize(
+    ("shared_size", "has_residual"), [(2 * INTERMEDIATE, True), (INTERMEDIATE + 4, False)]
+)
+def test_shared_experts_of_their_own_size_are_added_to_the_mixture(
+    shared_size: int, has_residual: bool
+) -> None:
+    """They norm the residual too, which is not overwritten before. Others are in the mixture."""
+    kernels = AtOnce()
+    actual = run(kernels, "rounded", TOKENS, shared_size=shared_size)
+    assert torch.equal(actual, run(TorchKernels(), "rounded", TOKENS, shared_size=shared_size))
+    assert "experts" not in kernels.calls
+    assert kernels.has_residual == [has_residual]
+
+
+def test_every_rank_computes_its_part_of_a_mixture_at_once() -> None:
+    """Without the residual, which is added once, to the sum over all ranks."""
+    sets = [AtOnce(), AtOnce()]
+    actual = run_ranks(2, lambda tp: run(sets[tp.rank], "exact", TOKENS, tp=tp))
+    expected = run_ranks(2, lambda tp: run(TorchKernels(), "exact", TOKENS, tp=tp))
+    for one in range(2):
+        assert sets[one].calls == ["norm_experts"]
+        assert sets[one].has_residual == [False]
+        assert torch.equal(actual[one], actual[0])
+        assert torch.equal(actual[one], expected[one])
+
+
+def test_a_format_of_weights_that_does_not_fuse_asks_no_mixture_at_once() -> None:
+    """The set would read a router's weights that are not there."""
+    kernels = AtOnce()
+    actual = run(kernels, "rounded", TOKENS, matrix=Halved)
+    assert torch.equal(actual, run(TorchKernels(), "rounded", TOKENS))
+    assert kernels.calls == ["rms_norm", "experts"]

@@ -14,7 +14,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 from nanovllm_bench.roofline import ModelCosts, Rates, generate_floor, roofline_record
 from nanovllm_bench.throughput import sampling_params
@@ -23,7 +26,7 @@ from nanovllm_core.config import EngineConfig
 from nanovllm_core.engine import Engine
 from nanovllm_core.errors import NanoVLLMError
 from nanovllm_core.frontend import LLM
-from nanovllm_core.layers import Router
+from nanovllm_core.layers import Router, SparseMLP
 
 _OF_ONE_PROCESS = ("tensor_parallel_size", "data_parallel_size", "executor", "engine_client")
 
@@ -88,9 +91,10 @@ def count_touched_experts(
         for num_rows in _decode_steps(llm.engine, llm.info.bucket_sizes, routed):
             decode_steps += 1
             counts.update(
-                len(ids_TC[:num_rows, : router.routing.top_k].unique()) for router, ids_TC in routed
+                len(ids_TC[:num_rows, : router.routing.top_k].unique())
+                for router, ids_TC in routed.items()
             )
-            num_experts = max(router.num_experts for router, _ in routed)
+            num_experts = max(router.num_experts for router in routed)
     histogram = [counts[k] for k in range(num_experts + 1)]
     return TouchedExperts(decode_steps, histogram)
 
@@ -103,19 +107,27 @@ def _eager(config: EngineConfig) -> EngineConfig:
 
 
 @contextmanager
-def _watched_routers() -> Iterator[list[tuple[Router, Tensor]]]:
-    """The routers that were called, and the experts [T, C] that they chose, to be cleared."""
-    routed: list[tuple[Router, Tensor]] = []
+def _watched_routers() -> Iterator[dict[Router, Tensor]]:
+    """By router, the experts [T, C] that it chose last; to be cleared.
+
+    A kernel set may compute a whole mixture without a call of its router, which is called before.
+    """
+    routed: dict[Router, Tensor] = {}
+
+    def call_router(module: nn.Module, inputs: Any) -> None:
+        if isinstance(module, SparseMLP):
+            module.gate(*inputs)
 
     def watch(module: nn.Module, _: object, output: Any) -> None:
         if isinstance(module, Router):
-            routed.append((module, output[1]))
+            routed[module] = output[1]
 
-    handle = register_module_forward_hook(watch)
+    handles = (register_module_forward_pre_hook(call_router), register_module_forward_hook(watch))
     try:
         yield routed
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def _add_requests(engine: Engine, workload: Workload, temperature: float) -> None:
@@ -125,7 +137,7 @@ def _add_requests(engine: Engine, workload: Workload, temperature: float) -> Non
 
 
 def _decode_steps(
-    engine: Engine, bucket_sizes: Sequence[int], routed: list[tuple[Router, Tensor]]
+    engine: Engine, bucket_sizes: Sequence[int], routed: dict[Router, Tensor]
 ) -> Iterator[int]:
     """Take all steps, and give the rows of each that decodes alone, its padding left out.
 
@@ -142,9 +154,7 @@ def _decode_steps(
             yield len(ids)
 
 
-def _has_rows(
-    routed: Sequence[tuple[Router, Tensor]], bucket_sizes: Sequence[int], num_rows: int
-) -> bool:
+def _has_rows(routed: Mapping[Router, Tensor], bucket_sizes: Sequence[int], num_rows: int) -> bool:
     """Whether a step computed so many rows, padded to a bucket, and no prompt beside them."""
     bucket = bucket_sizes[bisect_left(bucket_sizes, num_rows)]
-    return bool(routed) and all(len(ids_TC) == bucket for _, ids_TC in routed)
+    return bool(routed) and all(len(ids_TC) == bucket for ids_TC in routed.values())

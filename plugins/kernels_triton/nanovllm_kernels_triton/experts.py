@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nanovllm_core.api import Routing
 from nanovllm_kernels_triton.experts_choice import (
     PROCESSORS,
     ExpertsPlan,
@@ -31,6 +32,8 @@ from nanovllm_kernels_triton.experts_many import (
     place_pairs_kernel,
     sort_pairs_kernel,
 )
+from nanovllm_kernels_triton.norm_rank import choose_norm_rank, run_norm_rank
+from nanovllm_kernels_triton.norm_route import EMPTY, NormRoutePlan
 
 _SORT_BLOCK = 4096
 """Up to so many pairs, each expert's program reads all."""
@@ -80,6 +83,44 @@ def run_experts(
     return combine(result_PE, order, weights_TC, options, residual_TE)
 
 
+def choose_norm_experts(
+    x_TE: Tensor, weight_NE: Tensor, routing: Routing, down_NEF: Tensor
+) -> tuple[NormRoutePlan, FewExperts] | None:
+    """The plans of a mixture as one operation; None: the operations apart."""
+    (tokens, hidden), num_experts = x_TE.shape, len(weight_NE)
+    device, itemsize = x_TE.device, x_TE.dtype.itemsize
+    rank_plan = choose_norm_rank(
+        tokens, hidden, num_experts, itemsize, routing, multiprocessors_of(device)
+    )
+    sizes = (*down_NEF.shape, itemsize, shared_memory_of(device))
+    plan = choose_experts(tokens, routing.num_chosen, *sizes, routing.num_shared)
+    if rank_plan is None or not isinstance(plan, FewExperts):
+        return None
+    return rank_plan, plan
+
+
+def run_norm_experts(
+    plans: tuple[NormRoutePlan, FewExperts], x_TE: Tensor, norm_weight_E: Tensor, eps: float,
+    weight_NE: Tensor, routing: Routing, bias_N: Tensor | None, gate_up_N2FE: Tensor,
+    down_NEF: Tensor, passed: Tensor, options: Options, residual_TE: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """See `MixtureKernels.norm_experts`; `passed` is of `empty_logits`, before and afterwards."""
+    rank_plan, plan = plans
+    try:
+        weights_TC, ids_TC, normed_TE = run_norm_rank(
+            rank_plan, x_TE, norm_weight_E, eps, weight_NE, routing, bias_N, passed, options
+        )
+        hidden_PF = few_gate_up(plan.gate_up, normed_TE, ids_TC, gate_up_N2FE, options)
+        return few_down(
+            plan.down, hidden_PF, weights_TC, ids_TC, down_NEF, options, residual_TE,
+            passed=passed, num_passed=len(weight_NE),
+            scale=routing.scale if routing.renormalize else None,
+        )  # fmt: skip
+    except BaseException:
+        passed.fill_(EMPTY.value)  # or the next call would take these for its own
+        raise
+
+
 @lru_cache
 def shared_memory_of(device: torch.device) -> int:
     """Bytes that a program may have; for the interpreter, those of an H200."""
@@ -88,6 +129,14 @@ def shared_memory_of(device: torch.device) -> int:
     # torch's types leave it out.
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.shared_memory_per_block_optin)
+
+
+@lru_cache
+def multiprocessors_of(device: torch.device) -> int:
+    """Those of an H200 for the interpreter."""
+    if device.type != "cuda":
+        return PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def few_gate_up(
@@ -109,16 +158,22 @@ def few_gate_up(
 def few_down(
     plan: FewPlan, hidden_PF: Tensor, weights_TC: Tensor, ids_TC: Tensor, down_NEF: Tensor,
     options: Options, residual_TE: Tensor | None = None,
+    *, passed: Tensor | None = None, num_passed: int = 0, scale: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """The weighted sum over each token's experts, on the residual if there is one -> [T, E]."""
+    """The weighted sum over each token's experts, on the residual if there is one -> [T, E].
+
+    `passed`: of `empty_logits`, with `num_passed` logits of one token to be taken out; or None.
+    `scale`: that of weights which are still to be divided by their sum; None of others.
+    """
     (num_tokens, chosen), (_, hidden, intermediate) = ids_TC.shape, down_NEF.shape
     out_TE = residual_TE
     if out_TE is None:
         out_TE = hidden_PF.new_empty((num_tokens, hidden))
     tiles = num_tokens * triton.cdiv(hidden, plan.block_n)
     few_down_kernel[(min(tiles, plan.per_processor * PROCESSORS),)](
-        hidden_PF, weights_TC, ids_TC, down_NEF, out_TE, num_tokens, out_TE.stride(0),
-        CHOSEN=chosen, OUTPUTS=hidden, INPUTS=intermediate, ADD=residual_TE is not None,
+        hidden_PF, weights_TC, ids_TC, down_NEF, out_TE, passed, num_tokens, out_TE.stride(0),
+        PASSED=num_passed, SCALE=scale, CHOSEN=chosen,
+        OUTPUTS=hidden, INPUTS=intermediate, ADD=residual_TE is not None,
         BLOCK_N=plan.block_n, LANES=plan.lanes, SIGNAL=plan.signal, AHEAD=plan.ahead,
         **_loop(plan), **options,
     )  # fmt: skip

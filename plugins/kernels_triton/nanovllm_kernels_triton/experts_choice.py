@@ -30,6 +30,9 @@ _STEP_BYTES = 16384
 """Of weights in a step of `experts_few`."""
 _FEW_SIZES = (16, 8, 4, 2)
 """Weight rows of a tile of `experts_few`."""
+_WARP_BYTES = 4096
+"""Of weights in a warp's part of a step. On an H200 a layer of experts of 384 columns, whose steps
+of the down projection have 8,192 bytes, took 7 % less with two warps than with four."""
 _MOST_BUFFERS = 9
 """Steps of weights under way. More only make the code longer."""
 _AHEAD = 4
@@ -156,8 +159,10 @@ def _few_plan(tokens: int, outputs: int, inputs: int, itemsize: int) -> FewPlan:
     block_n = min(sizes, key=lambda size: busiest(size, tokens))
     block_k = min(_power_of_two(inputs), _STEP_BYTES // max(block_n, 8) // itemsize)
     buffer = (block_n + 1) * block_k * itemsize
+    num_warps = min(max(block_n * block_k * itemsize // _WARP_BYTES, 1), 4)
     lanes = max(block_k * itemsize // 16, 1)  # of each thread one, which reads 16 bytes at once
-    return FewPlan(block_n, block_k, num_stages=_buffers_of_two_programs(buffer) + 1, lanes=lanes)
+    stages = _buffers_of_two_programs(buffer) + 1
+    return FewPlan(block_n, block_k, num_warps, num_stages=stages, lanes=lanes)
 
 
 def _buffers_of_two_programs(size: int) -> int:

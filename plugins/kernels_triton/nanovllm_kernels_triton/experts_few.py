@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nanovllm_kernels_triton.norm_route import take_out_logits
+
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def few_gate_up_kernel(
@@ -68,17 +70,20 @@ def few_gate_up_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def few_down_kernel(
-    hidden_ptr, weights_ptr, ids_ptr, weight_ptr, out_ptr, num_tokens, out_stride,
-    CHOSEN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, ADD: tl.constexpr,
+    hidden_ptr, weights_ptr, ids_ptr, weight_ptr, out_ptr, passed_ptr, num_tokens, out_stride,
+    PASSED: tl.constexpr, SCALE: tl.constexpr, CHOSEN: tl.constexpr,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, ADD: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, LANES: tl.constexpr,
     SIGNAL: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The weighted sum over a token's experts, in their order -> `out_ptr` [T, OUTPUTS].
 
     Weight [experts, OUTPUTS, INPUTS]. ADD: `out_ptr` holds the residual, which is in the sum, and
-    is read while weights are on their way. The weights of the first AHEAD steps are on their way to
-    the L2 cache before the kernel waits. The ids are known by then: `few_gate_up_kernel`, which is
-    the kernel before, signals behind its own wait.
+    is read while weights are on their way. SCALE: the weights are first divided by their sum, and
+    multiplied by it; None: they are not. `passed_ptr` [PASSED], or None: logits that have passed
+    and are taken out. The weights of the first AHEAD steps are on their way to the L2 cache before
+    the kernel waits. The ids are known by then: `few_gate_up_kernel`, which is the kernel before,
+    signals behind its own wait.
     """
     TILES: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
     CHUNKS: tl.constexpr = (INPUTS + BLOCK_K - 1) // BLOCK_K
@@ -98,8 +103,11 @@ def few_down_kernel(
                     matrix_ptr, first % TILES * BLOCK_N + rows, start, OUTPUTS, INPUTS, BLOCK_K
                 )
         gdc_wait()
+    if passed_ptr is not None:  # noqa: SIM102 - the one is the compiler's, the other the program's
+        if tl.program_id(0) == 0:
+            take_out_logits(passed_ptr, PASSED)
     y = tl.zeros((BLOCK_N, LANES), tl.float32)
-    residual = tl.zeros((BLOCK_N,), out_ptr.dtype.element_ty)
+    residual, factor = tl.zeros((BLOCK_N,), out_ptr.dtype.element_ty), 1.0
     for step in tl.range(first * STEPS, end * STEPS, num_stages=STAGES):
         if DEPENDENT:  # noqa: SIM102 - the one is the compiler's, the other the program's
             if step == signal:
@@ -107,6 +115,9 @@ def few_down_kernel(
         tile, part = step // STEPS, step % STEPS
         token, outputs = tile // TILES, tile % TILES * BLOCK_N + rows
         out_ptrs = out_ptr + tl.cast(token, tl.int64) * out_stride + outputs
+        if SCALE is not None:  # noqa: SIM102 - as above
+            if part == 0:
+                factor = _factor(weights_ptr + token * CHOSEN, CHOSEN, SCALE)
         if ADD:  # noqa: SIM102 - as above
             if part == 0:
                 residual = tl.load(out_ptrs, mask=outputs < OUTPUTS, other=0.0)
@@ -119,9 +130,22 @@ def few_down_kernel(
         hidden = tl.load(hidden_ptr + pair * INPUTS + columns, mask=inside, other=0.0)
         y += _lane_sums(weight, hidden, LANES) * tl.load(weights_ptr + pair)
         if part == STEPS - 1:
-            total = tl.sum(y, axis=1) + residual.to(tl.float32)
+            total = tl.sum(y, axis=1)
+            if SCALE is not None:
+                total *= factor
+            total += residual.to(tl.float32)
             tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=outputs < OUTPUTS)
             y = tl.zeros((BLOCK_N, LANES), tl.float32)
+
+
+@triton.jit
+def _factor(weights_ptr, CHOSEN: tl.constexpr, SCALE: tl.constexpr):
+    """What the weights of a token are multiplied by where their sum is to be SCALE."""
+    BLOCK: tl.constexpr = triton.next_power_of_2(CHOSEN)
+    places = tl.arange(0, BLOCK)
+    weights = tl.load(weights_ptr + places, mask=places < CHOSEN, other=0.0)
+    # As the reference: 0 and no NaN where all scores underflow.
+    return SCALE / (tl.sum(weights, axis=0) + 1e-20)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from nanovllm_core.api import (
     CapturedTail,
     GatedKernels,
     LatentPrep,
+    MixtureKernels,
     QKPrep,
     Routing,
     RoutingKernels,
@@ -24,7 +25,7 @@ from nanovllm_kernels_triton import experts_choice
 from nanovllm_kernels_triton.captured_tail import TritonShardedTail, TritonTail
 from nanovllm_kernels_triton.compilation import CompileAhead
 from nanovllm_kernels_triton.elementwise import embed_kernel, rms_norm_kernel, silu_and_mul_kernel
-from nanovllm_kernels_triton.experts import run_experts
+from nanovllm_kernels_triton.experts import choose_norm_experts, run_experts, run_norm_experts
 from nanovllm_kernels_triton.linear import LinearLauncher
 from nanovllm_kernels_triton.linear_choice import LinearPlan, TilePlan, choose
 from nanovllm_kernels_triton.norm_route import choose_norm_route, empty_logits, run_norm_route
@@ -46,7 +47,7 @@ def make_kernels(_options: BaseModel, device: torch.device) -> TritonKernels:
     return kernels
 
 
-class TritonKernels(TorchKernels, RoutingKernels, GatedKernels):
+class TritonKernels(TorchKernels, RoutingKernels, MixtureKernels, GatedKernels):
     """See `KernelSet` for what each operation promises, `TorchKernels` for the reference."""
 
     name = "triton"
@@ -232,13 +233,36 @@ class TritonKernels(TorchKernels, RoutingKernels, GatedKernels):
         plan = choose_norm_route(len(x_TE), num_experts, hidden, x_TE.dtype.itemsize)
         if plan is None:
             return None
-        passed = self._logits
-        if passed is None:
-            self._linears.tickets(x_TE.device)  # refuses to be made in a capture, as this must
-            passed = self._logits = empty_logits(x_TE.device)
+        passed = self._passed_logits(x_TE.device)
         return run_norm_route(
             plan, x_TE, norm_weight_E, eps, weight_NE, routing, bias_N, passed, self._options
         )
+
+    def norm_experts(
+        self,
+        x_TE: Tensor,
+        norm_weight_E: Tensor,
+        eps: float,
+        weight_NE: Tensor,
+        routing: Routing,
+        bias_N: Tensor | None,
+        gate_up_N2FE: Tensor,
+        down_NEF: Tensor,
+        residual_TE: Tensor | None = None,
+    ) -> Tensor | None:
+        plans = choose_norm_experts(x_TE, weight_NE, routing, down_NEF)
+        if plans is None:
+            return None
+        return run_norm_experts(
+            plans, x_TE, norm_weight_E, eps, weight_NE, routing, bias_N, gate_up_N2FE, down_NEF,
+            self._passed_logits(x_TE.device), self._options, residual_TE,
+        )  # fmt: skip
+
+    def _passed_logits(self, device: torch.device) -> Tensor:
+        if self._logits is None:
+            self._linears.tickets(device)  # refuses to be made in a capture, as this must
+            self._logits = empty_logits(device)
+        return self._logits
 
     def experts(
         self,

@@ -9,7 +9,7 @@ beside cuBLAS; its table, measured on an H200, is what the numbers below are set
 | 1; 2 where the weight is small, or in float32 | any | vector: whole weight rows in registers |
 | .. TILE_ROWS | float16, bfloat16 | tile: tensor cores, the inputs split where outputs are few |
 | 33 .. TILE_ROWS, for 67 to 95 tiles of too few inputs to split | as above | cuBLAS |
-| all others, or MAX_OUTPUTS exceeded | any | cuBLAS, norm and activation as kernels of their own |
+| all others, or MAX_WEIGHTS exceeded | any | cuBLAS, norm and activation as kernels of their own |
 
 Rows of a weight of more than MAX_VECTOR_BYTES take the line below; so does float32 from 3 rows on.
 
@@ -30,8 +30,8 @@ MAX_VECTOR_BYTES = 65536
 """Longer rows of a weight do not fit a program's registers."""
 MAX_TWO_ROW_WEIGHTS = 2**23
 """With two rows the vector kernel is bound by arithmetic, which a short stream hides."""
-MAX_OUTPUTS = 65536
-"""An output head is long enough to stream well in cuBLAS too."""
+MAX_WEIGHTS = 2**31 - 1
+"""The kernels count them in 32 bits."""
 
 _PROGRAMS = 132
 """Programs that fill a GPU: the multiprocessors of an H100 or H200. A guide, not a limit."""
@@ -80,7 +80,7 @@ def choose(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> LinearPl
 
     Of a gated pair, `outputs` counts gate and up.
     """
-    if rows < 1 or rows > TILE_ROWS or outputs > MAX_OUTPUTS:
+    if rows < 1 or rows > TILE_ROWS or outputs * inputs > MAX_WEIGHTS:
         return None
     half = dtype in (torch.float16, torch.bfloat16)
     most_rows = 1 if half and outputs * inputs > MAX_TWO_ROW_WEIGHTS else VECTOR_ROWS

@@ -88,43 +88,82 @@ def norm_route_kernel(
         gdc_launch_dependents()
     token = tl.program_id(1).to(tl.int64)
     columns = tl.arange(0, BLOCK_K)
-    inside = columns < INPUTS
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    weight_ptrs = weight_ptr + rows[:, None] * INPUTS + columns[None, :]
-    mask = (rows < NUM_EXPERTS)[:, None] & inside[None, :]
-    weight = tl.load(weight_ptrs, mask=mask, other=0.0)
-    norm_weight = tl.load(norm_weight_ptr + columns, mask=inside, other=0.0)
-    tl.debug_barrier()  # or the compiler would put off loads until others have been used
+    weight, norm_weight = hold_router(
+        weight_ptr, norm_weight_ptr, rows, columns, NUM_EXPERTS, INPUTS
+    )
     if DEPENDENT:
         gdc_wait()
-    x = tl.load(x_ptr + token * x_stride + columns, mask=inside, other=0.0)
-    square = tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=0)
-    x = normed(x, tl.rsqrt(square / INPUTS + EPS), norm_weight)
-    logits = tl.sum(weight.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
-    if not EXACT:
-        logits = logits.to(x.dtype).to(tl.float32)
     passed_ptr += token * NUM_EXPERTS
-    bits = logits.to(tl.int32, bitcast=True)
-    tl.store(passed_ptr + rows, tl.where(bits == EMPTY, _NAN, bits), mask=rows < NUM_EXPERTS)
+    x, _ = pass_logits(
+        x_ptr + token * x_stride, weight, norm_weight, passed_ptr, rows, columns,
+        EPS, NUM_EXPERTS, INPUTS, EXACT,
+    )  # fmt: skip
     if tl.program_id(0) == 0:
-        tl.store(normed_ptr + token * INPUTS + columns, x, mask=inside)
+        tl.store(normed_ptr + token * INPUTS + columns, x, mask=columns < INPUTS)
     if tl.program_id(0) == tl.num_programs(0) - 1:
         ids, is_there = tile_of_experts(NUM_EXPERTS, NUM_GROUPS, BLOCK_GROUPS, BLOCK_EXPERTS)
         bias = None
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + ids, mask=is_there, other=0.0)
-        passed = tl.load(passed_ptr + ids, mask=is_there, other=0, volatile=True)
-        while tl.max(tl.max((passed == EMPTY).to(tl.int32), axis=1), axis=0) != 0:
-            passed = tl.load(passed_ptr + ids, mask=is_there, other=0, volatile=True)
+        logits = poll_logits(passed_ptr, ids, is_there)
         tl.debug_barrier()  # no warp polls any more
-        tl.store(passed_ptr + ids, tl.full(ids.shape, EMPTY, tl.int32), mask=is_there)
-        all_logits = tl.where(is_there, passed.to(tl.float32, bitcast=True), float("-inf"))
+        take_out_logits(passed_ptr, NUM_EXPERTS)
         first = token * (TOP_K + NUM_SHARED)
         choose_experts(
-            all_logits, bias, ids, is_there, weights_ptr + first, ids_ptr + first,
+            logits, bias, ids, is_there, weights_ptr + first, ids_ptr + first,
             NUM_EXPERTS, TOP_K, SCALE, SOFTMAX, RENORMALIZE,
             NUM_GROUPS, TOP_GROUPS, BEST_TWO, NUM_SHARED, BLOCK_SHARED,
         )  # fmt: skip
+
+
+@triton.jit
+def hold_router(
+    weight_ptr, norm_weight_ptr, rows, columns, NUM_EXPERTS: tl.constexpr, INPUTS: tl.constexpr
+):
+    """Some rows of the router's weight, and the norm's weight, on their way to registers."""
+    inside = columns < INPUTS
+    weight_ptrs = weight_ptr + rows[:, None] * INPUTS + columns[None, :]
+    mask = (rows < NUM_EXPERTS)[:, None] & inside[None, :]
+    weight = tl.load(weight_ptrs, mask=mask, other=0.0)
+    norm_weight = tl.load(norm_weight_ptr + columns, mask=inside, other=0.0)
+    tl.debug_barrier()  # or the compiler would put off loads until others have been used
+    return weight, norm_weight
+
+
+@triton.jit
+def pass_logits(
+    x_ptr, weight, norm_weight, passed_ptr, rows, columns,
+    EPS: tl.constexpr, NUM_EXPERTS: tl.constexpr, INPUTS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Norm one row of x, and pass its logits for some rows of the router: both are returned."""
+    x = tl.load(x_ptr + columns, mask=columns < INPUTS, other=0.0)
+    square = tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=0)
+    x = normed(x, tl.rsqrt(square / INPUTS + EPS), norm_weight)
+    logits = tl.sum(weight.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
+    if not EXACT:
+        logits = logits.to(x.dtype).to(tl.float32)
+    bits = logits.to(tl.int32, bitcast=True)
+    tl.store(passed_ptr + rows, tl.where(bits == EMPTY, _NAN, bits), mask=rows < NUM_EXPERTS)
+    return x, logits
+
+
+@triton.jit
+def poll_logits(passed_ptr, ids, is_there):
+    """The logits of a token, once all have passed; minus infinity beside them."""
+    passed = tl.load(passed_ptr + ids, mask=is_there, other=0, volatile=True)
+    while tl.max((passed == EMPTY).to(tl.int32), axis=None) != 0:
+        passed = tl.load(passed_ptr + ids, mask=is_there, other=0, volatile=True)
+    return tl.where(is_there, passed.to(tl.float32, bitcast=True), float("-inf"))
+
+
+@triton.jit
+def take_out_logits(passed_ptr, NUM_EXPERTS: tl.constexpr):
+    """Of a token: the memory in which they have passed is empty again."""
+    BLOCK: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)
+    places = tl.arange(0, BLOCK)
+    empty = tl.full(places.shape, EMPTY, tl.int32)
+    tl.store(passed_ptr + places, empty, mask=places < NUM_EXPERTS)
 
 
 def empty_logits(device: torch.device) -> Tensor:

@@ -132,8 +132,7 @@ def _ranks_of_best(x, ids, is_there, COUNT: tl.constexpr):
     One after another is found, and taken out, by the order of its bits: as an integer the first is
     found in one instruction of a warp.
     """
-    bits = x.to(tl.int32, bitcast=True)
-    keys = tl.where(is_there, bits ^ ((bits >> 31) & 0x7FFFFFFF), TAKEN)
+    keys = tl.where(is_there, in_order_of_bits(x), TAKEN)
     ranks = tl.full(x.shape, COUNT, tl.int32)
     for rank in tl.static_range(COUNT):
         is_best = keys == tl.max(keys, axis=0)
@@ -141,6 +140,13 @@ def _ranks_of_best(x, ids, is_there, COUNT: tl.constexpr):
         ranks = tl.where(is_first, rank, ranks)
         keys = tl.where(is_first, TAKEN, keys)
     return ranks
+
+
+@triton.jit
+def in_order_of_bits(x):
+    """Float32 -> int32 in the same order, and the bits of such an integer -> those of the float."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def run_route(

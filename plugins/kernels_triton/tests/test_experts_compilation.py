@@ -16,6 +16,7 @@ from nanovllm_kernels_triton.experts_choice import (
     ManyExperts,
     choose_experts,
 )
+from nanovllm_kernels_triton.norm_rank import choose_norm_rank, rule_constants
 from nanovllm_kernels_triton.norm_route import choose_norm_route
 from nanovllm_kernels_triton.route import routing_constants
 from nanovllm_kit.aot import AotJob, AotReport, compile_kernels
@@ -61,7 +62,7 @@ def jobs_of(
         constants |= {"BLOCK_N": block_n, "BLOCK_K": product.block_k, "STAGES": product.num_stages}
         if isinstance(plan, FewExperts):
             kernel, names = f"{FEW}:few_{part}_kernel", FEW_ARGUMENTS[part]
-            constants |= {"AHEAD": plan.down.ahead, "ADD": True} if part == "down" else {}
+            constants |= FEW_CONSTANTS | {"AHEAD": plan.down.ahead} if part == "down" else {}
             constants |= {"LANES": product.lanes, "SIGNAL": product.signal}
         else:
             kernel, names = f"{MANY}:grouped_{part}_kernel", MANY_ARGUMENTS[part]
@@ -99,6 +100,7 @@ FEW_ARGUMENTS = {
     "gate_up": "x_ptr ids_ptr weight_ptr hidden_ptr num_pairs x_stride",
     "down": "hidden_ptr weights_ptr ids_ptr weight_ptr out_ptr num_tokens out_stride",
 }
+FEW_CONSTANTS = {"passed_ptr": None, "PASSED": 0, "SCALE": None, "ADD": True}
 MANY_ARGUMENTS = {
     "gate_up": "x_ptr pairs_ptr tiles_ptr num_tiles_ptr weight_ptr hidden_ptr tile_stride x_stride",
     "down": "hidden_ptr tiles_ptr num_tiles_ptr weight_ptr result_ptr tile_stride",
@@ -142,6 +144,33 @@ def norm_route_job(num_experts: int, hidden: int, routing: Routing, dtype: str =
         },
         num_warps=plan.num_warps,
     )  # fmt: skip
+
+
+def norm_rank_job(num_experts: int, hidden: int, routing: Routing) -> AotJob:
+    """As it is launched on an H100 for a router without a bias."""
+    plan = choose_norm_rank(1, hidden, num_experts, 2, routing, processors=132)
+    assert plan is not None
+    arrays = dict.fromkeys(("x_ptr", "norm_weight_ptr", "weight_ptr", "normed_ptr"), "*bf16:16")
+    return AotJob(
+        kernel="nanovllm_kernels_triton.norm_rank:norm_rank_kernel",
+        signature={
+            **arrays, "passed_ptr": "*i32:16", "weights_ptr": "*fp32:16", "ids_ptr": "*i32:16"
+        },
+        constexprs={
+            "bias_ptr": None, "EPS": 1e-6, "INPUTS": hidden, "EXACT": routing.exact_logits,
+            **rule_constants(num_experts, routing),
+            "BLOCK_N": plan.block_n, "BLOCK_K": 1 << (hidden - 1).bit_length(),
+            "PASS_ONLY": False, "DEPENDENT": True,
+        },
+        num_warps=plan.num_warps,
+    )  # fmt: skip
+
+
+def down_behind_rank(job: AotJob, num_experts: int) -> AotJob:
+    """The down projection that divides by the sum of weights and takes logits out."""
+    constants = {**job.constexprs, "PASSED": num_experts, "SCALE": 1.0}
+    del constants["passed_ptr"]
+    return replace(job, signature={**job.signature, "passed_ptr": "*i32:16"}, constexprs=constants)
 
 
 def sort_job(kernel: str, block: int, num_warps: int, bins: int = 128) -> AotJob:
@@ -196,9 +225,15 @@ NORM_ROUTES = {
     "norm_route-30b-a3b-fp32": norm_route_job(128, 2048, Routing(top_k=8), "fp32"),
     "norm_route-512-experts": norm_route_job(512, 2048, Routing(top_k=10, renormalize=True)),
 }
+NORM_RANKS = {
+    "norm_rank-30b-a3b": norm_rank_job(128, 2048, Routing(top_k=8, renormalize=True)),
+    "norm_rank-512-experts": norm_rank_job(512, 2048, Routing(top_k=10, renormalize=True)),
+}
 JOBS = {
     **PRODUCTS,
     **NORM_ROUTES,
+    **NORM_RANKS,
+    "down-behind-norm_rank-30b-a3b": down_behind_rank(PRODUCTS["down-30b-a3b-1-bf16"], 128),
     **BY_DESCRIPTORS,
     **SIDE_BY_SIDE,
     **jobs_of("30b-a3b", 1, dtype="fp32"),
@@ -285,7 +320,7 @@ def test_programs_of_both_kernels_of_few_pairs_fit_side_by_side(
     assert sum(2 * (reports[name].shared + 1024) for name in SIDE_BY_SIDE) <= 233472
 
 
-@pytest.mark.parametrize("name", NORM_ROUTES)
+@pytest.mark.parametrize("name", [*NORM_ROUTES, *NORM_RANKS])
 def test_a_router_s_weights_are_on_their_way_before_the_wait(
     name: str, reports: dict[str, AotReport]
 ) -> None:
@@ -302,6 +337,14 @@ def test_one_warp_chooses_experts_without_barriers(reports: dict[str, AotReport]
     for name in ("norm_route-30b-a3b", "norm_route-v2-lite"):
         assert JOBS[name].num_warps == 1
         assert reports[name].ptx.count("bar.sync") <= 4
+
+
+def test_one_warp_ranks_experts_without_shared_memory(reports: dict[str, AotReport]) -> None:
+    """All programs poll: the one barrier is that behind which weights are on their way."""
+    report = reports["norm_rank-30b-a3b"]
+    assert JOBS["norm_rank-30b-a3b"].num_warps == 1
+    assert report.shared == 0
+    assert report.ptx.count("bar.sync") <= 1
 
 
 @pytest.mark.parametrize("capability", [86, 120])

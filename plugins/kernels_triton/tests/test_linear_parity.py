@@ -14,7 +14,7 @@ from nanovllm_core.kernels import TorchKernels
 from nanovllm_kernels_triton.kernel_set import TritonKernels
 from nanovllm_kernels_triton.linear import LinearLauncher
 from nanovllm_kernels_triton.linear_choice import (
-    MAX_OUTPUTS,
+    MAX_WEIGHTS,
     TILE_ROWS,
     VECTOR_ROWS,
     LinearPlan,
@@ -196,7 +196,10 @@ def test_the_rule_of_choice_is_the_documented_one() -> None:
         assert choose(rows, 4096, 1024, fp32) is None
     assert choose(TILE_ROWS + 1, 4096, 1024, bf16) is None
     assert choose(0, 4096, 1024, bf16) is None
-    assert choose(1, MAX_OUTPUTS + 1, 1024, bf16) is None
+    assert isinstance(choose(1, 151936, 1024, bf16), VectorPlan)
+    assert isinstance(choose(VECTOR_ROWS, 151936, 1024, bf16), TilePlan)
+    assert isinstance(choose(1, MAX_WEIGHTS // 16384, 16384, bf16), VectorPlan)
+    assert choose(1, MAX_WEIGHTS // 16384 + 1, 16384, bf16) is None
 
 
 @pytest.mark.parametrize(
@@ -227,7 +230,7 @@ def test_rows_of_a_weight_that_no_program_can_hold_take_the_next_line() -> None:
 
 @given(
     rows=st.integers(2, TILE_ROWS),
-    outputs=st.integers(1, MAX_OUTPUTS),
+    outputs=st.integers(1, 1 << 18),
     inputs=st.integers(1, 1 << 15),
 )
 def test_a_split_is_one_wave_and_leaves_no_part_empty(rows: int, outputs: int, inputs: int) -> None:

@@ -20,6 +20,7 @@ from nanovllm_kit.conformance import PluginUnderTest, SpecConformance
 from nanovllm_kit.kernel_calls import REFERENCE, assert_equal, random, run
 from nanovllm_kit.kernel_experts import ExpertChecks
 from nanovllm_kit.kernel_latent import LatentChecks
+from nanovllm_kit.kernel_mixture import MixtureChecks
 from nanovllm_kit.kernel_routing import RoutingChecks
 from nanovllm_kit.numerics import assert_close_report
 
@@ -36,7 +37,9 @@ PRODUCT_SHAPES = [*FEW, (17, 1100, 200), (129, 1100, 200), (513, 64, 48)]
 """(rows, inputs, outputs), in whole tiles or not."""
 
 
-class KernelSetConformance(LatentChecks, ExpertChecks, RoutingChecks, SpecConformance):
+class KernelSetConformance(
+    LatentChecks, ExpertChecks, RoutingChecks, MixtureChecks, SpecConformance
+):
     """Each operation equals the reference, with gaps between rows and padding among them."""
 
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float16, torch.bfloat16)
