@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nanovllm_core.api import Routing
 from nanovllm_core.kernels import TorchKernels
+from nanovllm_kernels_triton import experts
 from nanovllm_kernels_triton.kernel_set import TritonKernels
 from nanovllm_kernels_triton.norm_rank import FEWEST_EXPERTS, choose_norm_rank, run_norm_rank
 from nanovllm_kernels_triton.norm_route import MOST_EXPERTS, choose_norm_route, empty_logits
@@ -179,6 +180,25 @@ def test_a_row_of_padding_has_experts_that_are_there() -> None:
             TritonKernels()._options,
         )  # fmt: skip
         assert ids.tolist() == [[*range(8), *range(300, 300 + routing.num_shared)]]
+
+
+def test_a_mixture_that_fails_between_its_kernels_leaves_no_logits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory may run out there. The next call's programs would take them for their own."""
+    num_experts, hidden, _, routing = MODELS["30B-A3B"]
+    kernels, stacks = TritonKernels(), make_stacks("30B-A3B", torch.float32)
+    given = (random(hidden, seed=1), EPS, random(num_experts, hidden, seed=2) / 40, routing, None)
+
+    def fail(*_: object) -> Tensor:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(experts, "few_gate_up", fail)
+        with pytest.raises(MemoryError):
+            kernels.norm_experts(random(1, hidden), *given, *stacks)
+    assert kernels._logits is not None
+    assert torch.equal(kernels._logits, empty_logits(DEVICE))
 
 
 def test_ranks_are_counted_for_one_row_of_many_experts() -> None:
