@@ -286,7 +286,7 @@ class MixtureKernels(Protocol):
         `weight_NE` and `bias_N` are the router's. The stacks have the experts of
         `routing.num_shared` behind the others. The residual, if it is given, is in the sum, and is
         overwritten; it may be x. None, with nothing changed, where the set has no kernels for such
-        rows and weights: then the layer calls the operations apart.
+        rows and weights: then the layer calls the operations one by one.
         """
 
 

@@ -231,11 +231,13 @@ class SparseMLP(nn.Module):
     def _mixture(self, x_TE: Tensor, norm: RMSNorm, residual_TE: Tensor | None = None) -> Tensor:
         """The experts of norm(x), this rank's part, on the residual if there is one."""
         gate, experts = self.gate, self.experts
-        fused_TE = gate.matrix.norm_experts(
-            x_TE, norm.factors, norm.eps, gate.routing, gate.e_score_correction_bias,
-            experts.gate_up.tensor, experts.down.tensor, residual_TE,
-        )  # fmt: skip
-        if fused_TE is not None:
-            return fused_TE
+        # A subclass's own way to choose, or to run, is not passed over.
+        if type(gate).forward is Router.forward and type(experts).forward is Experts.forward:
+            fused_TE = gate.matrix.norm_experts(
+                x_TE, norm.factors, norm.eps, gate.routing, gate.e_score_correction_bias,
+                experts.gate_up.tensor, experts.down.tensor, residual_TE,
+            )  # fmt: skip
+            if fused_TE is not None:
+                return fused_TE
         weights_TC, ids_TC, normed_TE = gate(x_TE, norm)
         return experts(normed_TE, weights_TC, ids_TC, residual_TE)

@@ -87,9 +87,9 @@ MUTATIONS = [
             "shared experts are counted by every rank",
             SPLIT,
             (
-                "weights_TC, ids_TC, x_TE = self.gate(residual_TE, norm)",
-                "weights_TC, ids_TC, x_TE = self.gate(residual_TE, norm)\n"
-                "        weights_TC[:, self.gate.routing.top_k :] *= self.tp.size",
+                "weights_TC, ids_TC, normed_TE = gate(x_TE, norm)",
+                "weights_TC, ids_TC, normed_TE = gate(x_TE, norm)\n"
+                "        weights_TC[:, gate.routing.top_k :] *= self.tp.size",
             ),
         ),
     ),
@@ -100,8 +100,8 @@ MUTATIONS = [
             "a mixture on one rank leaves the residual out",
             LOGITS,
             (
-                "return self.experts(x_TE, weights_TC, ids_TC, residual_TE)",
-                "return self.experts(x_TE, weights_TC, ids_TC)",
+                "return self._mixture(residual_TE, norm, residual_TE)",
+                "return self._mixture(residual_TE, norm)",
             ),
         ),
     ),

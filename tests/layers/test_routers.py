@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,12 +11,14 @@ from torch import Tensor
 from nanovllm_core.api import MixtureKernels, Routing, RoutingKernels
 from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.layers import (
+    Experts,
     Layer,
     LayerContext,
     Piece,
     Pieces,
     PlainMatrix,
     RMSNorm,
+    Router,
     SingleRank,
     SparseMLP,
     TensorParallel,
@@ -114,6 +118,7 @@ def run(
     kernels: TorchKernels, rule: str, tokens: int, *,
     tp: TensorParallel | None = None, matrix: type[WeightMatrix] = PlainMatrix,
     shared_size: int | None = None,
+    router: type[Router] = Router, experts: type[Experts] = Experts,
 ) -> Tensor:  # fmt: skip
     """What a mixture with dummy weights adds to the same residual."""
     context = LayerContext(CPU, torch.float32, tp or SingleRank(), kernels, matrix)
@@ -122,6 +127,7 @@ def run(
             context, HIDDEN, INTERMEDIATE, NUM_EXPERTS, ROUTINGS[rule],
             bias=rule == "exact", shared_size=shared_size,
         )  # fmt: skip
+        mixture.gate.__class__, mixture.experts.__class__ = router, experts
         norm = RMSNorm(context, HIDDEN, 1e-6)
         for seed, module in enumerate((mixture, norm)):
             init_dummy_weights(module, seed)
@@ -192,6 +198,32 @@ def test_every_rank_computes_its_part_of_a_mixture_at_once() -> None:
         assert sets[one].has_residual == [False]
         assert torch.equal(actual[one], actual[0])
         assert torch.equal(actual[one], expected[one])
+
+
+class OwnRouter(Router):
+    """Chooses in a way of its own."""
+
+    def forward(self, x_TE: Tensor, norm: RMSNorm | None = None) -> tuple[Tensor, ...]:
+        weights_TC, *others = super().forward(x_TE, norm)
+        return (2 * weights_TC, *others)
+
+
+class OwnExperts(Experts):
+    """Runs in a way of its own."""
+
+    def forward(
+        self, x_TE: Tensor, weights_TC: Tensor, ids_TC: Tensor, residual_TE: Tensor | None = None
+    ) -> Tensor:
+        return super().forward(x_TE, 2 * weights_TC, ids_TC, residual_TE)
+
+
+@pytest.mark.parametrize("own", [{"router": OwnRouter}, {"experts": OwnExperts}], ids=str)
+def test_a_layer_with_a_way_of_its_own_is_not_passed_over(own: dict[str, Any]) -> None:
+    """A set that computes a mixture at once is not asked."""
+    kernels = AtOnce()
+    actual = run(kernels, "exact", TOKENS, **own)
+    torch.testing.assert_close(actual, 2 * run(TorchKernels(), "exact", TOKENS))
+    assert "norm_experts" not in kernels.calls
 
 
 def test_a_format_of_weights_that_does_not_fuse_asks_no_mixture_at_once() -> None:

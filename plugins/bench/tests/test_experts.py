@@ -12,6 +12,7 @@ pytest.importorskip("nanovllm_attention_sdpa", reason="needs the plugin attentio
 pytest.importorskip("nanovllm_model_qwen3_moe", reason="needs the plugin model_qwen3_moe")
 
 import torch
+from torch import Tensor
 from transformers import DeepseekV2Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from typer.testing import CliRunner
 
@@ -21,9 +22,11 @@ from nanovllm_bench.rates import model_costs
 from nanovllm_bench.roofline import Rates, generate_floor, recompute, roofline_record
 from nanovllm_bench.workloads import Workload, fixed_workload
 from nanovllm_core import LLM, SamplingParams
+from nanovllm_core.api import Routing
 from nanovllm_core.cli.main import make_app
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.errors import OutOfMemoryError
+from nanovllm_core.layers import PlainMatrix
 
 LAYERS, NUM_EXPERTS, CHOSEN = 2, 8, 3
 """Of those that have a mixture."""
@@ -94,6 +97,29 @@ def test_what_is_counted_is_what_transformers_routes(checkpoint: Path) -> None:
     assert touched.histogram == expected_histogram(checkpoint, config)
     assert sum(touched.histogram) == LAYERS * touched.decode_steps
     assert sum(touched.histogram[CHOSEN + 1 :]) > 0, "three tokens with the same experts"
+
+
+def test_experts_are_counted_where_no_router_is_called(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many, by a set that computes a mixture at once."""
+    calls: list[int] = []
+
+    def norm_experts(
+        router: PlainMatrix, x: Tensor, norm: Tensor, eps: float, routing: Routing,
+        bias: Tensor | None, gate_up: Tensor, down: Tensor, residual: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        calls.append(len(x))
+        normed = router.kernels.rms_norm(x, norm, eps)
+        chosen = router.kernels.route(router.linear(normed), routing, bias)
+        stacks = (gate_up, down, routing.num_shared)
+        return router.kernels.experts(normed, *chosen, *stacks, residual)
+
+    config, workload = config_of(checkpoint), Workload("three", PROMPTS, [OUTPUT] * 3)
+    expected = count_touched_experts(config, workload, temperature=0)
+    monkeypatch.setattr(PlainMatrix, "norm_experts", norm_experts)
+    assert count_touched_experts(config, workload, temperature=0) == expected
+    assert len(calls) >= LAYERS * (OUTPUT - 1)
 
 
 def test_padding_and_prompts_are_not_counted(checkpoint: Path) -> None:

@@ -6,6 +6,7 @@ Shape suffixes: those of `KernelSet`, and P = T·C (token, expert) pairs. `optio
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -92,11 +93,11 @@ def choose_norm_experts(
     rank_plan = choose_norm_rank(
         tokens, hidden, num_experts, itemsize, routing, multiprocessors_of(device)
     )
+    if rank_plan is None:
+        return None
     sizes = (*down_NEF.shape, itemsize, shared_memory_of(device))
     plan = choose_experts(tokens, routing.num_chosen, *sizes, routing.num_shared)
-    if rank_plan is None or not isinstance(plan, FewExperts):
-        return None
-    return rank_plan, plan
+    return (rank_plan, plan) if isinstance(plan, FewExperts) else None
 
 
 def run_norm_experts(
@@ -117,7 +118,8 @@ def run_norm_experts(
             scale=routing.scale if routing.renormalize else None,
         )  # fmt: skip
     except BaseException:
-        passed.fill_(EMPTY.value)  # or the next call would take these for its own
+        with suppress(RuntimeError):  # of a device that has failed; the first error is told
+            passed.fill_(EMPTY.value)  # or the next call would take these for its own
         raise
 
 

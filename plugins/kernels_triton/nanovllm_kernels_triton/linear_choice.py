@@ -31,7 +31,7 @@ MAX_VECTOR_BYTES = 65536
 MAX_TWO_ROW_WEIGHTS = 2**23
 """With two rows the vector kernel is bound by arithmetic, which a short stream hides."""
 MAX_WEIGHTS = 2**31 - 1
-"""The kernels count them in 32 bits."""
+"""OUTPUTS * INPUTS is a constant of 32 bits in the kernels."""
 
 _PROGRAMS = 132
 """Programs that fill a GPU: the multiprocessors of an H100 or H200. A guide, not a limit."""

@@ -52,7 +52,7 @@ def choose_norm_rank(
     has_other_rule = routing.top_groups < routing.num_groups or (
         routing.renormalize and routing.num_shared > 0
     )
-    if plan is None or rows > 1 or num_experts < FEWEST_EXPERTS or has_other_rule:
+    if plan is None or rows != 1 or num_experts < FEWEST_EXPERTS or has_other_rule:
         return None
     warps = triton.cdiv(num_experts, plan.block_n) * plan.num_warps
     return plan if warps <= processors * _WARPS_OF_PROCESSOR else None
@@ -68,7 +68,7 @@ def norm_rank_kernel(
     BLOCK_EXPERTS: tl.constexpr, BLOCK_SHARED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PASS_ONLY: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """As `norm_route_kernel`, for one token and a rule without groups, but for two things.
+    """As `norm_route_kernel`, for one token and a rule without groups, with these differences.
 
     RENORMALIZE: the weights are scores, neither divided nor scaled. The logits stay in
     `passed_ptr` [NUM_EXPERTS]. PASS_ONLY: nothing more is done than to pass them.
@@ -106,7 +106,8 @@ def norm_rank_kernel(
     scores = _scores(logits, best, SOFTMAX)
     own_scores = _scores(own_logits, best, SOFTMAX)
     if SOFTMAX:  # noqa: SIM102 - a constant, by which the rest is compiled or is not
-        # It changes no order without a bias, and nothing where the chosen are divided by their sum.
+        # Without a bias it changes no order but of scores that it makes equal, and it cancels out
+        # where the chosen are divided by their sum.
         if bias_ptr is not None or not RENORMALIZE:
             total = tl.sum(scores, axis=0)
             scores, own_scores = tl.div_rn(scores, total), tl.div_rn(own_scores, total)

@@ -167,7 +167,7 @@ def take_out_logits(passed_ptr, NUM_EXPERTS: tl.constexpr):
 
 
 def empty_logits(device: torch.device) -> Tensor:
-    """The memory in which logits pass, of one stream of work; every kernel leaves it as it is."""
+    """The memory in which logits pass, of one stream of work; each operation leaves it as it is."""
     shape = (MOST_ROWS, MOST_EXPERTS)
     return torch.full(shape, EMPTY.value, dtype=torch.int32, device=device)
 

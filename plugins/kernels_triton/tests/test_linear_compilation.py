@@ -31,13 +31,17 @@ LARGE = {  # of 8B and 32B
     "32b-gate_up": (51200, 5120, "gated"),
     "32b-down": (5120, 25600, "add"),
 }
+HEADS = {  # the second has nearly as many weights as the kernels can count
+    "head": (151936, 1024, "plain"),
+    "long-head": (131071, 16384, "plain"),
+}
 
 
 def linear_job(
     name: str, rows: int, *, dependent: bool = False, dtype: str = "bf16", capability: int = 90
 ) -> AotJob:
     """The kernel that is chosen for a product, as the launcher calls it."""
-    weight_rows, inputs, kind = (PRODUCTS | LARGE | ROUTERS)[name]
+    weight_rows, inputs, kind = (PRODUCTS | LARGE | ROUTERS | HEADS)[name]
     plan = choose(rows, weight_rows, inputs, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
     pointers = dict.fromkeys(("x_ptr", "norm_weight_ptr", "weight_ptr", "out_ptr"), f"*{dtype}:16")
     signature = {**pointers, "x_stride": "i32:16", "out_stride": "i32:16"}
@@ -51,7 +55,7 @@ def linear_job(
     }
     if kind == "router":
         signature["out_ptr"] = "*fp32:16"
-    if kind in ("add", "router"):
+    if kind in ("add", "router", "plain"):
         del signature["norm_weight_ptr"]
         constexprs["norm_weight_ptr"] = None
     if isinstance(plan, VectorPlan):
@@ -85,6 +89,8 @@ JOBS = {
     **{f"vector-{name}-dependent": linear_job(name, 1, dependent=True) for name in LARGE},
     **{f"tile-{name}-dependent": linear_job(name, 16, dependent=True) for name in LARGE},
     **{f"tile-{name}-64-dependent": linear_job(name, 64, dependent=True) for name in LARGE},
+    **{f"vector-{name}": linear_job(name, 1) for name in HEADS},
+    **{f"tile-{name}-64": linear_job(name, 64) for name in HEADS},
 }
 
 

@@ -272,6 +272,18 @@ def test_tiles_of_many_outputs_do_not_begin_a_wave_that_others_would_not_need(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
+@pytest.mark.parametrize("rows", [1, 2, 17, 33, TILE_ROWS])
+def test_an_output_head_equals_its_reference(rows: int) -> None:
+    """The longest product of a model: each of its last outputs too."""
+    x, norm_weight, weight, _ = problem(rows, 151936, 1024, torch.bfloat16)
+    expected = TorchKernels().norm_linear(x, norm_weight, EPS, weight)
+    actual = TritonKernels().norm_linear(x, norm_weight, EPS, weight)
+    for part in (slice(None), slice(-100, None)):
+        assert_close_report(actual[:, part], expected[:, part], rel_norm=REL_NORM[torch.bfloat16])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
 @pytest.mark.parametrize("rows", [1, 16])
 def test_dependent_launch_changes_no_bit(rows: int) -> None:
     """Products that read one another's outputs, captured, with kernels that overlap."""

@@ -207,7 +207,7 @@ def test_ranks_are_counted_for_one_row_of_many_experts() -> None:
     assert plan is not None
     assert plan == choose_norm_route(1, FEWEST_EXPERTS, 2048, 2)
     for rows, hidden, num_experts, itemsize in (
-        (2, 2048, 128, 2), (1, 2048, 64, 2), (1, 2048, FEWEST_EXPERTS - 1, 2),
+        (0, 2048, 128, 2), (2, 2048, 128, 2), (1, 2048, 64, 2), (1, 2048, FEWEST_EXPERTS - 1, 2),
         (1, 7168, 256, 4), (1, 2048, MOST_EXPERTS + 1, 2),
     ):  # fmt: skip
         sizes = (rows, hidden, num_experts, itemsize)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanovllm_core.layers import Router, finalize_layers
+from nanovllm_core.layers import Router, SparseMLP, finalize_layers
 from nanovllm_kit.dense_attention import DenseRuntime
 from nanovllm_kit.layers import layer_context, load_model
 
@@ -120,8 +120,18 @@ def _watched(model: nn.Module, compute: Callable[[], Tensor]) -> tuple[Tensor, l
         of_router = router.routing.top_k if isinstance(router, Router) else ids.shape[-1]
         found.append(ids.reshape(-1, ids.shape[-1])[:, :of_router].sort().values)
 
-    routers = [one for one in model.modules() if "Router" in type(one).__name__]
-    handles = [one.register_forward_hook(note) for one in routers]
+    def ask(mixture: SparseMLP, inputs: Any) -> None:
+        note(mixture.gate, None, mixture.gate(*inputs))
+
+    # A kernel set may compute a whole mixture of ours without a call of its router.
+    handles = [
+        one.register_forward_pre_hook(ask)
+        if isinstance(one, SparseMLP)
+        else one.register_forward_hook(note)
+        for one in model.modules()
+        if isinstance(one, SparseMLP)
+        or ("Router" in type(one).__name__ and not isinstance(one, Router))
+    ]
     try:
         logits = compute()
     finally:
