@@ -65,9 +65,9 @@ FORKED = """\
 import os, signal, sys, time
 from nanovllm_engine_processes.held_folder import HeldFolder
 held = HeldFolder(sys.argv[1])
-if (child := os.fork()) == 0:
+if os.fork() == 0:
+    print(os.getpid(), flush=True)  # it has closed the files by now
     time.sleep(1000)
-print(child, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
