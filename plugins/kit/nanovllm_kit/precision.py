@@ -124,14 +124,11 @@ def _watched(model: nn.Module, compute: Callable[[], Tensor]) -> tuple[Tensor, l
         note(mixture.gate, None, mixture.gate(*inputs))
 
     # A kernel set may compute a whole mixture of ours without a call of its router.
-    handles = [
-        one.register_forward_pre_hook(ask)
-        if isinstance(one, SparseMLP)
-        else one.register_forward_hook(note)
-        for one in model.modules()
-        if isinstance(one, SparseMLP)
-        or ("Router" in type(one).__name__ and not isinstance(one, Router))
-    ]
+    mixtures = [one for one in model.modules() if isinstance(one, SparseMLP)]
+    asked = {mixture.gate for mixture in mixtures}
+    routers = [one for one in model.modules() if "Router" in type(one).__name__]
+    handles = [mixture.register_forward_pre_hook(ask) for mixture in mixtures]
+    handles += [one.register_forward_hook(note) for one in routers if one not in asked]
     try:
         logits = compute()
     finally:
