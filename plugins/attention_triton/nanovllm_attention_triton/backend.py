@@ -85,7 +85,11 @@ class TritonAttention(AttentionBackend):
                 return [(most, HOPPER_LATENT)]
             return [(most, latent_tuning(element_size, config.num_heads, options))]
         heads = config.num_heads, config.num_kv_heads
-        return decode_tunings(element_size, config.head_size, *heads, most, options)
+        return decode_tunings(
+            element_size, config.head_size, *heads, most, options,
+            num_multiprocessors=num_multiprocessors(config.device),
+            shared_memory=shared_memory(config.device),
+        )  # fmt: skip
 
     def _takes_hopper_latent(self, value_size: int) -> bool:
         """Whether latent rows are decoded by the kernel for Hopper.

@@ -14,12 +14,14 @@ from torch import Tensor
 from nanovllm_attention_triton.decode_kernels import decode_kernel
 from nanovllm_attention_triton.decode_plan import ITEM_FIELDS, plan_kernel
 from nanovllm_attention_triton.decode_qkv_kernels import decode_qkv_kernel
+from nanovllm_attention_triton.sizes import next_power_of_2, padded_head_size
 from nanovllm_attention_triton.tuning import (
     DECODE_REGISTERS,
     MOST_HEADS,
     PREPARING_SHARE,
     QKV_REGISTERS,
     DecodeTuning,
+    program_memory,
 )
 from nanovllm_core.api import QKPrep
 from nanovllm_core.kernels import launch_options, supports_dependent_launch
@@ -36,20 +38,6 @@ PLAN_ROWS = 128
 """Rows of a plan at least, one for each of its threads."""
 REGISTER_FILE = 65536
 """The 32-bit registers of a multiprocessor."""
-OTHER_SHARED_MEMORY = 7 * 1024
-"""At most what a program takes beside its tiles: queries, weights, and what CUDA reserves."""
-MIN_BLOCK_D = 16
-"""The fewest columns that `tl.dot` multiplies."""
-
-
-def next_power_of_2(value: int) -> int:
-    """The least power of two that is at least `value` (and 1)."""
-    return 1 << max(value - 1, 0).bit_length()
-
-
-def padded_head_size(head_size: int) -> int:
-    """The columns of a tile whose first `head_size` are real."""
-    return max(next_power_of_2(head_size), MIN_BLOCK_D)
 
 
 def num_multiprocessors(device: torch.device) -> int:
@@ -64,11 +52,6 @@ def shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 228 * 1024
     return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
-
-
-def program_memory(tuning: DecodeTuning, block_d: int) -> int:
-    """The bytes of shared memory of a program whose keys and values are of half precision."""
-    return 4 * tuning.tile * block_d * max(tuning.num_stages - 1, 1) + OTHER_SHARED_MEMORY
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +132,7 @@ class DecodeShape:
         none, as for the plain kernel of head sizes 64 and 128.
         """
         plain = self.window is None and not self.soft_cap and self.head_size in (64, 128)
-        return tuning.registers if plain else DECODE_REGISTERS
+        return tuning.registers if plain else max(tuning.registers or 0, DECODE_REGISTERS)
 
     def prepares(self, num_rows: int) -> bool:
         """Whether this many rows are few enough that programs shall prepare q, k and v too.
@@ -187,10 +170,15 @@ class DecodeShape:
         by_length = num_rows * max(-(-max_seq_len // shortest), 1)
         if tuning.fixed_chunk is not None:
             return by_length
+        resident = self.resident_items(tuning)
+        if num_rows <= resident:
+            waves = 2 if tuning.second_wave else 1
+            # Those of the rows that have tokens, and one of each row that has none.
+            return min(by_length, waves * resident + num_rows - 1)
         longest_chunks = -(-num_rows * max_seq_len // tuning.max_chunk)
         by_chunk = max(longest_chunks, self.items_per_step(tuning.wave_programs))
         by_programs = self.items_per_step(tuning.max_programs)
-        most = max(min(by_chunk, by_programs), self.resident_items(tuning))
+        most = max(min(by_chunk, by_programs), resident)
         # Rounding a row's last chunk up makes one more item of it, and so does having no tokens.
         return min(by_length, num_rows + most)
 
@@ -277,6 +265,7 @@ class PlannedWork:
             TILE=tuning.tile,
             WINDOW=self.shape.window or 0,
             ONE_WAVE=fixed is None and self.shape.resident_items(tuning) > 0,
+            SECOND_WAVE=tuning.second_wave or 0,
         )
 
 

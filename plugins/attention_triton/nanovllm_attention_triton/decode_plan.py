@@ -54,14 +54,17 @@ def plan_kernel(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     ONE_WAVE: tl.constexpr,
+    SECOND_WAVE: tl.constexpr,
 ):
     """List the step's items: one program over all rows, of at most `max_len` tokens each.
 
     The chunk is the context per item that makes `wave_items` items, clamped to [min, max]_chunk,
     and raised where that would make more than `max_items` (+ 1 per row). ONE_WAVE: where no more
     rows than `resident_items` have tokens, it is the shortest that makes at most so many items, for
-    the programs of one more would begin when others have ended. Chunks are whole tiles, and a row's
-    chunks are of equal length. A WINDOW above 0 leaves out the tiles of which a row's query, the
+    the programs of one more would begin when others have ended. SECOND_WAVE above 0: the tokens
+    that another start of a program costs; where rows are so unequal that two waves of shorter
+    chunks end sooner all the same, they are two. Chunks are whole tiles, and a row's chunks are of
+    equal length. A WINDOW above 0 leaves out the tiles of which a row's query, the
     last of its tokens, sees nothing: they make no work and no item.
     """
     rows = tl.arange(0, BLOCK_ROWS)
@@ -78,6 +81,12 @@ def plan_kernel(
     if ONE_WAVE:  # noqa: SIM102 - a constant, by which the rest is compiled or is not
         if tl.sum((spans > 0).to(tl.int32), 0) <= resident_items:
             chunk = shortest_chunk(spans, total, resident_items, min_chunk, TILE)
+            if SECOND_WAVE > 0:
+                shorter = shortest_chunk(spans, total, 2 * resident_items, min_chunk, TILE)
+                # A program's mean share, the part of a program by which the last ones end later,
+                # and the start of a second one.
+                if tl.cdiv(total, resident_items) + shorter // 2 + SECOND_WAVE < chunk:
+                    chunk = shorter
     chunk = tl.cdiv(chunk, TILE) * TILE
     counts = tl.cdiv(spans, chunk)
     # Even out: 600 tokens in chunks of 576 are 320 + 280, not 576 + 24.

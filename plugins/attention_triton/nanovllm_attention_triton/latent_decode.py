@@ -7,13 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanovllm_attention_triton.decode import (
-    LOG2_E,
-    DecodeShape,
-    PlannedWork,
-    padded_head_size,
-)
+from nanovllm_attention_triton.decode import LOG2_E, DecodeShape, PlannedWork
 from nanovllm_attention_triton.latent_kernels import latent_decode_kernel, latent_merge_kernel
+from nanovllm_attention_triton.sizes import padded_head_size
 from nanovllm_attention_triton.tuning import DecodeTuning
 
 MERGE_ELEMENTS = 4096

@@ -248,8 +248,12 @@ def _decode(
     capacity = block_table.shape[1] * k_blocks.shape[1]
     num_kv_heads = k_blocks.shape[2]
     element_size = q_BQHD.element_size()
+    device = {
+        "num_multiprocessors": num_multiprocessors(q_BQHD.device),
+        "shared_memory": shared_memory(q_BQHD.device),
+    }
     _, tuning = decode_tunings(
-        element_size, head_size, num_heads, num_kv_heads, batch, TritonOptions()
+        element_size, head_size, num_heads, num_kv_heads, batch, TritonOptions(), **device
     )[-1]
     shape = DecodeShape(
         num_heads=num_heads,
@@ -257,10 +261,9 @@ def _decode(
         head_size=head_size,
         max_num_seqs=batch,
         max_seq_len=capacity,
-        num_multiprocessors=num_multiprocessors(q_BQHD.device),
         window=window,
         soft_cap=soft_cap,
-        shared_memory=shared_memory(q_BQHD.device),
+        **device,
         most_heads=tuning.most_heads,
     )
     workspace = DecodeWorkspace(shape, tuning, q_BQHD.device)

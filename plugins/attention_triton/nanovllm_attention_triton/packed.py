@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nanovllm_attention_triton.decode import LOG2_E, padded_head_size
+from nanovllm_attention_triton.decode import LOG2_E
 from nanovllm_attention_triton.packed_kernels import packed_kernel
 from nanovllm_attention_triton.prefill import check_scale, count_row_blocks
+from nanovllm_attention_triton.sizes import padded_head_size
 from nanovllm_attention_triton.tuning import PackedTuning
 
 

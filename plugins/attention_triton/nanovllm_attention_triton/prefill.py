@@ -7,8 +7,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm_attention_triton import hopper_prefill
-from nanovllm_attention_triton.decode import LOG2_E, num_multiprocessors, padded_head_size
+from nanovllm_attention_triton.decode import LOG2_E, num_multiprocessors
 from nanovllm_attention_triton.prefill_kernels import prefill_kernel
+from nanovllm_attention_triton.sizes import padded_head_size
 from nanovllm_attention_triton.tuning import (
     HOPPER_BLOCKS,
     HOPPER_PREFILL,

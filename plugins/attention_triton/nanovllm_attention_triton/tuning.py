@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanovllm_attention_triton.options import TritonOptions
+from nanovllm_attention_triton.sizes import padded_head_size
 
 MOST_HEADS = 64
 """Query heads of one decode program at most; larger groups take several."""
@@ -28,7 +29,9 @@ class DecodeTuning:
     programs, each of which prepares and merges less, and they read keys and values again.
 
     With `registers`, which a thread has at most, it is known how many programs are resident on a
-    multiprocessor at once. Rows that are no more than those are cut so that all their programs are.
+    multiprocessor at once. Rows that are no more than those are cut so that all their programs are;
+    or, with `second_wave`, into up to twice as many programs, where rows are so unequal that they
+    end sooner though each start of one takes as long as so many tokens.
     """
 
     tile: int
@@ -40,6 +43,7 @@ class DecodeTuning:
     max_programs: int = 8
     most_heads: int = MOST_HEADS
     registers: int | None = None
+    second_wave: int | None = None
     fixed_chunk: int | None = None
 
     def __str__(self) -> str:
@@ -128,6 +132,11 @@ DECODE_SIX = {
     ),
     4: DECODE_FEW[4],
 }  # fmt: skip
+DECODE_WHOLE = {
+    2: DecodeTuning(tile=128, num_warps=4, num_stages=3, registers=255, second_wave=512),
+    4: DECODE_FEW[4],
+}
+"""A multiprocessor for each program, and mostly a program for each pair: nothing is merged then."""
 DECODE_FOUR = {
     2: DecodeTuning(tile=64, num_warps=4, num_stages=2, registers=128), 4: DECODE_FEW[4]
 }  # fmt: skip
@@ -142,15 +151,18 @@ time, and none more; with 2 query heads they took up to 2 % more."""
 DECODE = (
     (8, DECODE_ONE),
     (64, DECODE_FEW),
+    (132, DECODE_WHOLE),
     (384, DECODE_SIX),
     (512, DECODE_FOUR),
     (None, DECODE_MANY),
 )
 """The table for steps of so many (row, KV head) at most, each of which is a program if not cut, or
-several in DECODE_ONE.
+several in DECODE_ONE. That of DECODE_WHOLE is the device's number of multiprocessors.
 Beyond 528 an H200 has no room for all at once. There DECODE_MANY took 8 to 12 % less than tiles of
 32 for 513 to 768, and chunks of 1,024 tokens at most as much less than those of 512 for rows of
 equal lengths, which are not cut then."""
+OTHER_SHARED_MEMORY = 9 * 1024
+"""At most what a program takes beside its tiles: queries, weights, and what CUDA reserves."""
 DECODE_REGISTERS = 168
 """Per thread, where masks of a window or of a padded head take some: as many as leave room for the
 programs that shared memory has room for. Left alone, ptxas takes fewer and spills a few bytes."""
@@ -230,11 +242,15 @@ def decode_tunings(
     num_kv_heads: int,
     max_num_rows: int,
     options: TritonOptions,
+    *,
+    num_multiprocessors: int,
+    shared_memory: int,
 ) -> list[tuple[int, DecodeTuning]]:
     """The decode constants for a dtype of `element_size` bytes, with the user's overrides.
 
     Each for steps of so many rows at most, padding included, in increasing order. With chunks of a
     fixed length there is one for all, so that a row has the same bits in every batch.
+    `shared_memory`: bytes of one multiprocessor.
     """
     if options.chunk_size or head_size > WIDE or element_size == 4:
         table = WIDE_DECODE if head_size > WIDE else DECODE_FEW
@@ -246,10 +262,20 @@ def decode_tunings(
             continue
         if table is DECODE_MANY and group >= LONG_GROUP:
             table = DECODE_LONG
+        tuning = _decode_tuning(table[element_size], options)
+        if table is DECODE_WHOLE:
+            most = num_multiprocessors
+            if shared_memory // program_memory(tuning, padded_head_size(head_size)) != 1:
+                continue
         rows = min(most // num_kv_heads, max_num_rows) if most else max_num_rows
-        if rows > 0:
-            tunings.setdefault(rows, _decode_tuning(table[element_size], options))
+        if rows > max(tunings, default=0):
+            tunings[rows] = tuning
     return list(tunings.items())
+
+
+def program_memory(tuning: DecodeTuning, block_d: int) -> int:
+    """The bytes of shared memory of a program whose keys and values are of half precision."""
+    return 4 * tuning.tile * block_d * max(tuning.num_stages - 1, 1) + OTHER_SHARED_MEMORY
 
 
 def _decode_tuning(tuning: DecodeTuning, options: TritonOptions) -> DecodeTuning:

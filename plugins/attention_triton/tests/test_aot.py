@@ -10,14 +10,16 @@ import pytest
 import torch
 from triton.experimental.gluon import language as gl
 
-from nanovllm_attention_triton.decode import DecodeShape, padded_head_size, program_memory
+from nanovllm_attention_triton.decode import DecodeShape
 from nanovllm_attention_triton.hopper_prefill import REGISTERS as HOPPER_REGISTERS
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.prefill import COPY_ENGINE_ALIGNMENT
+from nanovllm_attention_triton.sizes import padded_head_size
 from nanovllm_attention_triton.tuning import (
     DECODE_FOUR,
     DECODE_REGISTERS,
     DECODE_SIX,
+    DECODE_WHOLE,
     HOPPER_PREFILL,
     LARGE_CAPABILITIES,
     LARGE_TILE,
@@ -25,6 +27,7 @@ from nanovllm_attention_triton.tuning import (
     DecodeTuning,
     decode_tunings,
     prefill_tuning,
+    program_memory,
 )
 from nanovllm_core.api import QKPrep
 from nanovllm_kit.aot import AotJob, compile_kernels
@@ -63,7 +66,10 @@ def decode_shape(
     head_size: int, group: int, rows: int, window: int | None, soft_cap: float | None
 ) -> tuple[DecodeShape, DecodeTuning]:
     """Those of steps of so many rows, with 8 KV heads."""
-    _, tuning = decode_tunings(2, head_size, 8 * group, 8, rows, TritonOptions())[-1]
+    _, tuning = decode_tunings(
+        2, head_size, 8 * group, 8, rows, TritonOptions(),
+        num_multiprocessors=132, shared_memory=228 * 1024,
+    )[-1]  # fmt: skip
     shape = DecodeShape(
         num_heads=8 * group,
         num_kv_heads=8,
@@ -229,12 +235,22 @@ PLAN = AotJob(
         ),
         "i32",
     ),
-    constexprs={"BLOCK_ROWS": 256, "BLOCK_SIZE": 256, "TILE": 32, "WINDOW": 0, "ONE_WAVE": False},
+    constexprs={
+        "BLOCK_ROWS": 256,
+        "BLOCK_SIZE": 256,
+        "TILE": 32,
+        "WINDOW": 0,
+        "ONE_WAVE": False,
+        "SECOND_WAVE": 0,
+    },
 )
 JOBS = {
     "plan": PLAN,
     "plan-window1024": replace(PLAN, constexprs=dict(PLAN.constexprs) | {"WINDOW": 1024}),
     "plan-one wave": replace(PLAN, constexprs=dict(PLAN.constexprs) | {"ONE_WAVE": True}),
+    "plan-two waves": replace(
+        PLAN, constexprs=dict(PLAN.constexprs) | {"ONE_WAVE": True, "SECOND_WAVE": 512}
+    ),
     **{
         f"decode {kind}-{dtype}-d{size}-block{block_size}-group{group}": decode_job(
             dtype, size, block_size, group, rows
@@ -245,8 +261,10 @@ JOBS = {
             ("few", 8, "fp16", 128, 64, 8),
             ("few", 8, "bf16", 64, 16, 4),
             ("few", 8, "fp16", 64, 128, 1),
-            ("six", 16, "bf16", 128, 256, 2),
-            ("six", 16, "fp16", 128, 16, 8),
+            ("whole", 16, "bf16", 128, 256, 2),
+            ("whole", 16, "fp16", 128, 16, 8),
+            ("six", 24, "bf16", 128, 256, 2),
+            ("six", 24, "fp16", 128, 16, 8),
             ("six", 16, "bf16", 64, 16, 4),
             ("four", 64, "bf16", 128, 256, 2),
             ("four", 64, "fp16", 128, 16, 8),
@@ -273,8 +291,10 @@ JOBS = {
         for kind, rows, size, block_size, group, window, cap in (
             ("few", 8, 80, 256, 1, None, None),
             ("few", 8, 80, 16, 2, 1024, 50.0),
-            ("six", 16, 80, 256, 1, None, None),
-            ("six", 16, 128, 16, 8, 1024, 50.0),
+            ("whole", 16, 80, 256, 1, None, None),
+            ("whole", 16, 128, 16, 8, 1024, 50.0),
+            ("six", 24, 80, 256, 1, None, None),
+            ("six", 24, 128, 16, 8, 1024, 50.0),
             ("four", 64, 80, 256, 1, None, None),
             ("four", 64, 128, 16, 8, 1024, 50.0),
             ("many", 256, 80, 16, 1, None, None),
@@ -360,6 +380,7 @@ def test_no_kernel_takes_more_than_its_line(reports):
     [
         ("plan", 255, 48 * 1024),
         ("decode few", FEW_REGISTERS, FEW_SHARED),
+        ("decode whole", MANY_REGISTERS, WIDE_PREFILL_SHARED),
         ("decode six", DECODE_REGISTERS, SIX_SHARED),
         ("decode four", DECODE_REGISTERS, FOUR_SHARED),
         ("decode many", MANY_REGISTERS, MANY_SHARED),
@@ -386,7 +407,7 @@ def test_decode_keeps_several_tiles_in_flight(reports):
     A block id loaded in the round that needs it would leave `wait_group 0` alone. Programs that are
     resident at once, six or four on a multiprocessor, keep one tile: their neighbours load too.
     """
-    deep = ("decode few", "decode many", "decode wide", "qkv")
+    deep = ("decode few", "decode whole", "decode many", "decode wide", "qkv")
     for report in [report for kind in deep for report in of_kind(reports, kind)]:
         assert "cp.async.wait_group \t2" in report.ptx or "cp.async.wait_group 2" in report.ptx
         assert "0x10" in report.ptx.split("cp.async.cg.shared.global", 1)[1][:80]
@@ -394,7 +415,8 @@ def test_decode_keeps_several_tiles_in_flight(reports):
 
 def test_programs_that_shall_be_resident_at_once_take_no_more_than_their_share(reports):
     """One program too many begins when all others have ended."""
-    for kind, tuning in (("decode six", DECODE_SIX[2]), ("decode four", DECODE_FOUR[2])):
+    alike = {"whole": DECODE_WHOLE, "six": DECODE_SIX, "four": DECODE_FOUR}
+    for kind, tuning in ((f"decode {kind}", table[2]) for kind, table in alike.items()):
         for name, report in reports.items():
             if name.startswith(kind) and not re.search("window|cap|d80", name):
                 assert report.registers <= tuning.registers, name

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from nanovllm_attention_triton.backend import TritonAttention
 from nanovllm_attention_triton.decode import DecodeShape, DecodeWorkspace
 from nanovllm_attention_triton.options import TritonOptions
-from nanovllm_attention_triton.tuning import DECODE_FEW
+from nanovllm_attention_triton.tuning import DECODE_FEW, DECODE_WHOLE, decode_tunings
 from nanovllm_core.api import DecodeMetadata, InconsistentStateError, UnsupportedError
 
 pytestmark = pytest.mark.skipif(
@@ -119,6 +119,60 @@ def test_many_rows_of_large_groups_are_cut_into_longer_chunks(paged_batch):
     assert longest[1] == longest[2] < longest[4] == longest[8]
 
 
+def tunings(head_size=128, num_kv_heads=8, options=None, **device):
+    """Those of 256 rows of groups of two heads in half precision, by default on an H200."""
+    device = {"num_multiprocessors": 132, "shared_memory": 228 * 1024} | device
+    options = options or TritonOptions()
+    return decode_tunings(2, head_size, 2 * num_kv_heads, num_kv_heads, 256, options, **device)
+
+
+def test_rows_that_have_a_multiprocessor_for_each_kv_head_stay_whole():
+    """Where shared memory holds one such program, and no other; elsewhere smaller ones share it."""
+    whole = DECODE_WHOLE[2]
+    assert dict(tunings())[16] == whole
+    assert dict(tunings(num_kv_heads=4))[33] == whole
+    assert dict(tunings(num_multiprocessors=114))[14] == whole
+    for others in (
+        tunings(num_multiprocessors=64),  # fewer than the rows of the table before
+        tunings(head_size=64),
+        tunings(shared_memory=100 * 1024),
+        tunings(options=TritonOptions(decode_num_stages=5)),
+    ):
+        assert others
+        assert [rows for rows, _ in others] == sorted({rows for rows, _ in others})
+        assert all(tuning.tile < whole.tile for _, tuning in others)
+
+
+@pytest.mark.parametrize(
+    ("lens", "longest"),
+    [
+        ([768] * 16, 768),
+        ([500, 800, 760, 640] * 4, 896),
+        ([1500, *[300] * 15], 384),
+        ([3500], 256),
+        ([3500, *[0] * 15], 256),
+    ],
+)
+def test_rows_are_cut_into_two_waves_only_where_that_ends_sooner(lens, longest):
+    """`longest`: tokens that no program exceeds. One wave of equal rows needs no merge at all."""
+    shape = DecodeShape(
+        num_heads=16,
+        num_kv_heads=8,
+        head_size=128,
+        max_num_seqs=16,
+        max_seq_len=4096,
+        num_multiprocessors=132,
+    )
+    workspace = DecodeWorkspace(shape, DECODE_WHOLE[2], torch.device("cpu"))
+    table = torch.zeros(len(lens), 16, dtype=torch.int32)
+    workspace.plan(torch.tensor(lens, dtype=torch.int32), table, 256)
+    count = int(workspace.num_items)
+    begins, ends = workspace.items[1:3, :count]
+    assert max(longest - 128, 1) <= (ends - begins).max() <= longest
+    if len({*lens}) == 1 and len(lens) > 1:
+        assert count == len(lens)
+
+
 def test_with_a_fixed_chunk_a_row_is_bitwise_the_same_in_any_batch(paged_batch):
     """Neighbours and padding change nothing; without the option, nothing beyond rounding."""
     batch = paged_batch([300, 0, 129, 511])
@@ -145,15 +199,16 @@ def test_with_a_fixed_chunk_a_row_is_bitwise_the_same_in_any_batch(paged_batch):
     programs=st.integers(1, 16),
     fixed=st.sampled_from([None, 64, 512]),
     registers=st.sampled_from([None, 64, 168]),
+    second_wave=st.sampled_from([None, 64, 512]),
     block_size=st.sampled_from([16, 64, 256]),
 )
 def test_the_plan_covers_every_token_once_within_its_grid(
-    lens, kv_heads, multiprocessors, wave, programs, fixed, registers, block_size
+    lens, kv_heads, multiprocessors, wave, programs, fixed, registers, second_wave, block_size
 ):
     """Items of a row are consecutive whole tiles, and no step makes more than the grid holds.
 
     Where a block holds whole tiles, an item also names the block in which it begins. Where the
-    constants bound the registers, rows that can be resident at once are.
+    constants bound the registers, rows that can be resident at once are, or are two waves.
     """
     shape = DecodeShape(
         num_heads=kv_heads,
@@ -169,6 +224,7 @@ def test_the_plan_covers_every_token_once_within_its_grid(
         max_programs=programs,
         fixed_chunk=fixed,
         registers=registers,
+        second_wave=second_wave,
     )
     workspace = DecodeWorkspace(shape, tuning, torch.device("cpu"))
     table = torch.arange(len(lens) * 2048 // block_size, dtype=torch.int32).view(len(lens), -1)
@@ -192,7 +248,8 @@ def test_the_plan_covers_every_token_once_within_its_grid(
     assert expected_item == count
     resident, real = shape.resident_items(tuning), [length for length in lens if length]
     if len(real) <= resident and fixed is None:
-        assert len(real) <= count - (len(lens) - len(real)) <= resident
+        waves = 2 if second_wave else 1
+        assert len(real) <= count - (len(lens) - len(real)) <= waves * resident
 
 
 def test_what_decode_cannot_do_is_refused_with_its_numbers(paged_batch):

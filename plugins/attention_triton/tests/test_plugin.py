@@ -115,7 +115,10 @@ def test_every_option_reaches_the_kernels_constants():
         prefill_num_stages=2,
     )
     for element_size, head_size, rows in product((2, 4), (64, 256), (1, 256)):
-        [(most, decode)] = decode_tunings(element_size, head_size, 32, 8, rows, options)
+        [(most, decode)] = decode_tunings(
+            element_size, head_size, 32, 8, rows, options,
+            num_multiprocessors=132, shared_memory=228 * 1024,
+        )  # fmt: skip
         assert most == rows
         assert (decode.fixed_chunk, decode.num_warps, decode.num_stages) == (128, 2, 4)
         assert options.chunk_size % decode.tile == 0
