@@ -9,6 +9,7 @@ from nanovllm_core.kernels.sampling_triton import (
     launch_partial as launch_partial,
     noise_keys as noise_keys,
     score_of as score_of,
+    take_turn as take_turn,
 )
 from nanovllm_core.kernels.truncation_triton import (
     find_cut as find_cut,

@@ -14,8 +14,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_core.interfaces.tail import NUM_ROW_COLUMNS
+from nanovllm_core.kernels.dependent_launch import launch_options, supports_dependent_launch
 from nanovllm_core.kernels.sampling_reference import KEY_1, KEY_2, LOWBIAS_1, LOWBIAS_2, NO_ID
 
 C1, C2 = tl.constexpr(LOWBIAS_1), tl.constexpr(LOWBIAS_2)
@@ -32,10 +34,12 @@ TARGET_PROGRAMS = 2048
 class SamplingWorkspace:
     """The partial results of a batch: allocated once, so that a captured launch allocates nothing.
 
-    `scores` float32 and `ids` int32, both [max_batch, MAX_SPLITS].
+    `scores` float32 and `ids` int32, both [max_batch, MAX_SPLITS]. `launch_options` are those of
+    the device.
     """
 
     def __init__(self, max_batch: int, device: torch.device) -> None:
+        self.launch_options = launch_options(supports_dependent_launch(device))
         self.scores = torch.zeros(max_batch, MAX_SPLITS, dtype=torch.float32, device=device)
         self.ids = torch.zeros(max_batch, MAX_SPLITS, dtype=torch.int32, device=device)
 
@@ -71,7 +75,7 @@ def sample_tokens(
     splits = launch_partial(*inputs, workspace=workspace, skip_flag=skip_flag)
     sample_reduce_kernel[(len(rows_B),)](
         rows_B, skip_flag, workspace.scores, workspace.ids, out_B, splits, MAX_SPLITS,
-        STEP=1, LANES=MAX_SPLITS, num_warps=1,
+        STEP=1, LANES=MAX_SPLITS, num_warps=1, **workspace.launch_options,
     )  # fmt: skip
 
 
@@ -98,7 +102,7 @@ def best_pairs(
     )
     best_pair_kernel[(len(rows_B),)](
         skip_flag, workspace.scores, workspace.ids, out_B2, splits,
-        LANES=MAX_SPLITS, num_warps=1,
+        LANES=MAX_SPLITS, num_warps=1, **workspace.launch_options,
     )  # fmt: skip
 
 
@@ -109,6 +113,7 @@ def choose_pair(pairs_BP: Tensor, rows_B: Tensor, out_B: Tensor, *, skip_flag: T
         rows_B, skip_flag, pairs_BP.view(torch.float32), pairs_BP[:, 1:], out_B,
         num_pairs, pairs_BP.stride(0),
         STEP=2, LANES=triton.next_power_of_2(num_pairs), num_warps=1,
+        **launch_options(supports_dependent_launch(pairs_BP.device)),
     )  # fmt: skip
 
 
@@ -138,9 +143,21 @@ def launch_partial(
         tiles_per_split(batch, row_size), row_size, first_id,
         MAX_SPLITS=MAX_SPLITS, NUM_COLUMNS=NUM_ROW_COLUMNS, TILE=TILE,
         APPROXIMATE=not triton.knobs.runtime.interpret,  # the interpreter runs no assembly
-        num_warps=NUM_WARPS,
+        num_warps=NUM_WARPS, **workspace.launch_options,
     )  # fmt: skip
     return splits
+
+
+@triton.jit
+def take_turn(DEPENDENT: tl.constexpr):
+    """Let the next kernel's programs start, and wait for the kernel before.
+
+    It comes first in a kernel: one that ended before its wait would end before the kernel before
+    it, and the next would not see that one's results. See `dependent_launch`.
+    """
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit
@@ -208,8 +225,9 @@ def sample_partial_kernel(
     logits_ptr, rows_ptr, temperature_ptr, seed_ptr, output_index_ptr, skip_ptr, asked_ptr,
     scores_ptr, ids_ptr, num_ids, num_tiles, row_size, first_id,
     MAX_SPLITS: tl.constexpr, NUM_COLUMNS: tl.constexpr, TILE: tl.constexpr,
-    APPROXIMATE: tl.constexpr,
+    APPROXIMATE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    take_turn(DEPENDENT)
     entry, split = tl.program_id(0), tl.program_id(1)
     if tl.load(skip_ptr) != 0:
         return
@@ -258,8 +276,9 @@ def best_of(scores_ptr, ids_ptr, count, STEP: tl.constexpr, LANES: tl.constexpr)
 @triton.jit(do_not_specialize=["count", "row_size"])
 def sample_reduce_kernel(
     rows_ptr, skip_ptr, scores_ptr, ids_ptr, out_ptr, count, row_size,
-    STEP: tl.constexpr, LANES: tl.constexpr,
+    STEP: tl.constexpr, LANES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    take_turn(DEPENDENT)
     entry = tl.program_id(0)
     if tl.load(skip_ptr) != 0:
         return
@@ -269,7 +288,10 @@ def sample_reduce_kernel(
 
 
 @triton.jit(do_not_specialize=["count"])
-def best_pair_kernel(skip_ptr, scores_ptr, ids_ptr, out_ptr, count, LANES: tl.constexpr):
+def best_pair_kernel(
+    skip_ptr, scores_ptr, ids_ptr, out_ptr, count, LANES: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    take_turn(DEPENDENT)
     entry = tl.program_id(0)
     if tl.load(skip_ptr) != 0:
         return

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm_core.kernels.dependent_launch import launch_options, supports_dependent_launch
+from nanovllm_core.kernels.sampling_triton import take_turn
 from nanovllm_core.worker.batch import StepInputs
 from nanovllm_core.worker.results import TAG_BITS, ResultRing
 from nanovllm_core.worker.rows import RowTables
@@ -43,9 +45,10 @@ def _prepare_decode_kernel(
     active_rows, finished, computed, num_prompt, token_ids, block_table,
     out_ids, out_positions, out_slots, out_rows, out_seq_lens, out_index, out_block_table,
     max_model_len, max_blocks, table_stride, slots_stride, out_table_stride,
-    GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program per entry. The strides are from group to group; of one group none counts."""
+    take_turn(DEPENDENT)
     i = tl.program_id(0)
     row = tl.load(active_rows + i)
     safe = tl.maximum(row, 0).to(tl.int64)
@@ -80,7 +83,7 @@ def prepare_decode(tables: RowTables, inputs: StepInputs) -> None:
         inputs.seq_lens, inputs.output_index, inputs.block_table,
         tables.token_ids.shape[1], tables.block_table.shape[2], *_group_strides(tables, inputs),
         GROUPS=tables.block_table.shape[0], BLOCK_SIZE=tables.block_size, BLOCK=_BLOCK,
-        num_warps=2,
+        num_warps=2, **launch_options(supports_dependent_launch(tables.computed.device)),
     )  # fmt: skip
 
 
@@ -142,8 +145,10 @@ def _finish_step_kernel(
     skip, rows, seq_lens, sampled, token_ids, computed, num_prompt, max_length, min_tokens,
     finished, stop_ids, words, num_finished, num_rows, num_slots, max_rows, max_model_len,
     NUM_STOP_IDS: tl.constexpr, TAG_MASK: tl.constexpr, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program for all entries, so that one store counts the step."""
+    take_turn(DEPENDENT)
     if tl.load(skip) != 0:
         return
     step = tl.load(num_finished)
@@ -183,5 +188,5 @@ def finish_step(
         tables.stop_ids, results.words, results.num_finished, inputs.num_rows, num_slots, max_rows,
         tables.token_ids.shape[1],
         NUM_STOP_IDS=tables.stop_ids.shape[1], TAG_MASK=(1 << TAG_BITS) - 1, BLOCK=_BLOCK,
-        num_warps=8,
+        num_warps=8, **launch_options(supports_dependent_launch(tables.computed.device)),
     )  # fmt: skip

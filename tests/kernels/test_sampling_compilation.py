@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from nanovllm_core.interfaces.tail import NUM_ROW_COLUMNS
@@ -29,7 +31,7 @@ def reduce_job(step: int, lanes: int) -> AotJob:
             "count": "i32",
             "row_size": "i32",
         },
-        constexprs={"STEP": step, "LANES": lanes},
+        constexprs={"STEP": step, "LANES": lanes, "DEPENDENT": True},
         num_warps=1,
     )
 
@@ -56,6 +58,7 @@ def partial_job(dtype: str, asked: bool = False) -> AotJob:
             "NUM_COLUMNS": NUM_ROW_COLUMNS,
             "TILE": sampling.TILE,
             "APPROXIMATE": True,
+            "DEPENDENT": True,
         },
         num_warps=sampling.NUM_WARPS,
     )
@@ -73,7 +76,7 @@ JOBS = {
             "out_ptr": "*i32:16",
             "count": "i32",
         },
-        constexprs={"LANES": sampling.MAX_SPLITS},
+        constexprs={"LANES": sampling.MAX_SPLITS, "DEPENDENT": True},
         num_warps=1,
     ),
     "top-k-top-p": AotJob(
@@ -108,6 +111,15 @@ def test_a_sampling_kernel_does_not_spill(name: str, reports: dict[str, AotRepor
     """But for 8 bytes where a thousand threads have 64 registers each; all leave room for more."""
     assert reports[name].spills <= (8 if name == "top-k-top-p" else 0)
     assert reports[name].registers <= 64
+
+
+@pytest.mark.parametrize("name", sorted(JOBS.keys() - {"top-k-top-p"}))
+def test_no_program_reads_or_ends_before_the_wait(name: str, reports: dict[str, AotReport]) -> None:
+    """Else a kernel would end before the one before it, and the next would read too early."""
+    before, _, behind = reports[name].ptx.partition("griddepcontrol.wait")
+    assert "griddepcontrol.launch_dependents" in before
+    assert not re.search(r"ld\.global|st\.global|\bret;|\bbra\b", before)
+    assert "st.global" in behind
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])

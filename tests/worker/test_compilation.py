@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from nanovllm_kit.aot import AotJob, AotReport
@@ -28,7 +30,7 @@ JOBS = {
             "out_slots": "*i64:16",
             **SIZES,
         },
-        constexprs={"GROUPS": 1, "BLOCK_SIZE": 256, "BLOCK": 256},
+        constexprs={"GROUPS": 1, "BLOCK_SIZE": 256, "BLOCK": 256, "DEPENDENT": True},
         num_warps=2,
     ),
     "prepare_prefill": AotJob(
@@ -50,7 +52,12 @@ JOBS = {
             **dict.fromkeys(("num_rows", "num_slots"), "i32"),
             **dict.fromkeys(("max_rows", "max_model_len"), "i32:16"),
         },
-        constexprs={"NUM_STOP_IDS": 8, "TAG_MASK": (1 << 30) - 1, "BLOCK": 256},
+        constexprs={
+            "NUM_STOP_IDS": 8,
+            "TAG_MASK": (1 << 30) - 1,
+            "BLOCK": 256,
+            "DEPENDENT": True,
+        },
         num_warps=8,
     ),
 }
@@ -64,6 +71,15 @@ def reports() -> dict[str, AotReport]:
 def test_no_kernel_takes_more_than_its_line(reports: dict[str, AotReport]) -> None:
     """Registers, spills and shared memory are those of the list for this version of Triton."""
     assert_within_list(__file__, reports)
+
+
+@pytest.mark.parametrize("name", ["prepare_decode", "finish_step"])
+def test_no_program_reads_or_ends_before_the_wait(reports: dict[str, AotReport], name: str) -> None:
+    """Else a kernel would end before the one before it, and the next would read too early."""
+    before, _, behind = reports[name].ptx.partition("griddepcontrol.wait")
+    assert "griddepcontrol.launch_dependents" in before
+    assert not re.search(r"ld\.global|st\.global|\bret;|\bbra\b", before)
+    assert "st.global" in behind
 
 
 @pytest.mark.parametrize("name", list(JOBS))

@@ -266,6 +266,7 @@ class PlannedWork:
             WINDOW=self.shape.window or 0,
             ONE_WAVE=fixed is None and self.shape.resident_items(tuning) > 0,
             SECOND_WAVE=tuning.second_wave or 0,
+            **self.launch_options,
         )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 ITEM_FIELDS = tl.constexpr(7)
 """An item is (row, first token, end token, the row's first item, its number of items, first block).
@@ -55,6 +56,7 @@ def plan_kernel(
     WINDOW: tl.constexpr,
     ONE_WAVE: tl.constexpr,
     SECOND_WAVE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """List the step's items: one program over all rows, of at most `max_len` tokens each.
 
@@ -66,7 +68,12 @@ def plan_kernel(
     chunks end sooner all the same, they are two. Chunks are whole tiles, and a row's chunks are of
     equal length. A WINDOW above 0 leaves out the tiles of which a row's query, the
     last of its tokens, sees nothing: they make no work and no item.
+
+    DEPENDENT: it waits, and gives no signal of its own, for kernels behind it read the list before
+    they wait. See `nanovllm_core.kernels.dependent_launch`.
     """
+    if DEPENDENT:
+        gdc_wait()
     rows = tl.arange(0, BLOCK_ROWS)
     lens = tl.load(seq_lens_ptr + rows, mask=rows < num_rows, other=0)
     lens = tl.minimum(tl.maximum(lens, 0), max_len)

@@ -184,8 +184,8 @@ def decode_qkv_kernel(
 
     Before the wait it reads only what no kernel between the plan and this one writes: weights; the
     items, positions, slots and block tables of the step, which were complete when the plan's one
-    program ended; and older keys. The plan is launched in the usual order, so every kernel behind
-    it begins when all that came before the plan is visible, keys of earlier steps among it. What
+    program ended; and older keys. The plan waits and gives no signal, so every kernel behind it
+    begins when all that came before the plan is visible, keys of earlier steps among it. What
     the plan itself wrote it released at the end (`plan_kernel`), and is read here past the L1.
     """
     if DEPENDENT:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from nanovllm_attention_triton.decode_plan import look_up_blocks
 
@@ -33,13 +34,17 @@ def even_plan_kernel(
     BLOCK_PARTS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """List the step's items, see `decode_plan`, and the first item of each part: one program.
 
     A part has `min_tiles` tiles at least, so few tiles make fewer parts. Part p has the items from
     `part_starts` p on, and before p + 1. A row has at most `max_len` tokens; a row without tokens
     keeps one item, which writes zeros. There are at most as many items as rows and parts together.
+    DEPENDENT: as in `plan_kernel`.
     """
+    if DEPENDENT:
+        gdc_wait()
     rows = tl.arange(0, BLOCK_ROWS)
     lens = tl.load(seq_lens_ptr + rows, mask=rows < num_rows, other=0)
     lens = tl.minimum(tl.maximum(lens, 0), max_len)

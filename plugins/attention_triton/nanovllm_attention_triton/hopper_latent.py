@@ -55,6 +55,7 @@ class HopperLatentWorkspace(LatentWorkspace):
             BLOCK_PARTS=next_power_of_2(shape.num_parts + 1),
             BLOCK_SIZE=block_size,
             TILE=self.tuning.tile,
+            **self.launch_options,
         )
 
     def _attend_items(

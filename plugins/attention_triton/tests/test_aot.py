@@ -242,6 +242,7 @@ PLAN = AotJob(
         "WINDOW": 0,
         "ONE_WAVE": False,
         "SECOND_WAVE": 0,
+        "DEPENDENT": True,
     },
 )
 JOBS = {
@@ -399,6 +400,15 @@ def test_kernels_spill_nothing_and_leave_room_for_their_neighbours(
         assert report.spills == 0, f"{report.spills} bytes spilled"
         assert report.registers <= registers, f"{report.registers} registers, at most {registers}"
         assert report.shared <= shared, f"{report.shared} bytes shared, at most {shared}"
+
+
+def test_the_plan_waits_and_gives_no_signal(reports):
+    """Kernels behind it read its list before they wait, so they may not begin before it ends."""
+    for report in of_kind(reports, "plan"):
+        before, _, behind = report.ptx.partition("griddepcontrol.wait")
+        assert not re.search(r"ld\.global|st\.global|\bret;|\bbra\b", before)
+        assert "st.global" in behind
+        assert "griddepcontrol.launch_dependents" not in report.ptx
 
 
 def test_decode_keeps_several_tiles_in_flight(reports):

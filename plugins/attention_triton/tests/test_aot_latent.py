@@ -165,7 +165,8 @@ JOBS = {
         | pointers("i32", "part_starts_ptr")
         | integers("table_stride", "item_capacity")
         | dict.fromkeys(("num_rows", "max_len", "num_parts", "min_tiles"), "i32"),
-        constexprs={"BLOCK_ROWS": 256, "BLOCK_PARTS": 256, "BLOCK_SIZE": 256, "TILE": 64},
+        constexprs={"BLOCK_ROWS": 256, "BLOCK_PARTS": 256, "BLOCK_SIZE": 256, "TILE": 64}
+        | {"DEPENDENT": True},
     ),
     **{f"merge {columns}": merge_job(columns) for columns in MERGE_COLUMNS},
     **{

@@ -16,6 +16,7 @@ from nanovllm_core.api import (
     TailTables,
     VocabShard,
 )
+from nanovllm_core.kernels import launch_options, supports_dependent_launch
 from nanovllm_core.kernels.device_functions import SamplingWorkspace, launch_partial
 from nanovllm_kernels_triton import tail, tail_merge, tail_parts
 
@@ -42,6 +43,7 @@ class Candidates:
             return torch.zeros(shape, dtype=dtype, device=tables.parameters.device)
 
         self._tables = tables
+        self.launch_options = launch_options(supports_dependent_launch(tables.parameters.device))
         # Of 16 bytes a row is a whole number.
         self.counts = zeros(len(tables.parameters), -(-num_columns // 8) * 4)
         splits = (2, max_entries, MAX_SPLITS)
@@ -88,6 +90,7 @@ class Candidates:
             # The interpreter runs no assembly.
             "APPROXIMATE": not triton.knobs.runtime.interpret,
             "num_warps": NUM_WARPS,
+            **self.launch_options,
         }
         numbers = {"num_words": self.counts.shape[1], "max_entries": self.stats.shape[1]}
         tail.tail_partial_kernel[(batch, splits)](
@@ -179,6 +182,7 @@ class TritonShardedTail(ShardedTail):
             tables.parameters, out_B, self.logprobs, parts_NBP.stride(0),
             RANKS=num_ranks, BLOCK_RANKS=triton.next_power_of_2(num_ranks),
             APPROXIMATE=not triton.knobs.runtime.interpret, num_warps=NUM_WARPS,
+            **self._candidates.launch_options,
         )  # fmt: skip
 
     def captured_tensors(self) -> Mapping[str, Tensor]:

@@ -31,6 +31,7 @@ from nanovllm_core.api import (
 from nanovllm_core.kernels.device_functions import (
     noise_keys,
     score_of,
+    take_turn,
     to_key,
     weigh,
 )
@@ -91,13 +92,14 @@ def tail_partial_kernel(
     num_prompt_ptr, token_ids_ptr, words_ptr,
     num_columns, num_ids, num_tiles, num_words, max_entries, max_model_len, max_top_k,
     FIRST_ID: tl.constexpr, TILE: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    PLAIN_SPLITS: tl.constexpr, APPROXIMATE: tl.constexpr,
+    PLAIN_SPLITS: tl.constexpr, APPROXIMATE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program for each entry and split: what its token needs, then its log-probabilities.
 
     Logits have `num_columns`: the `num_ids` ids from FIRST_ID on, then padding. Rows that are cut
-    by a larger top_k than `max_top_k` are left out.
+    by a larger top_k than `max_top_k` are left out. DEPENDENT: see `take_turn`.
     """
+    take_turn(DEPENDENT)
     entry, split = tl.program_id(0), tl.program_id(1)
     if tl.load(skip_ptr) != 0:
         return

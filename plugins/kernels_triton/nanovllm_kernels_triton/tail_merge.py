@@ -19,6 +19,7 @@ from nanovllm_core.kernels.device_functions import (
     keep_of_tile,
     noise_keys,
     score_of,
+    take_turn,
     to_float,
     to_key,
     weigh,
@@ -66,9 +67,10 @@ def tail_merge_kernel(
     out_ptr, logprobs_ptr,
     vocab_size, num_splits, plain_splits, num_words, max_entries,
     TILE: tl.constexpr, MAX_SPLITS: tl.constexpr, PLAIN_SPLITS: tl.constexpr,
-    APPROXIMATE: tl.constexpr,
+    APPROXIMATE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program for each entry: its token, then its log-probabilities."""
+    take_turn(DEPENDENT)
     entry = tl.program_id(0)
     if tl.load(skip_ptr) != 0:
         return

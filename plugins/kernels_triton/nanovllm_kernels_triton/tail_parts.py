@@ -20,6 +20,7 @@ from nanovllm_core.kernels.device_functions import (
     keep_of_tile,
     noise_keys,
     score_of,
+    take_turn,
     weigh,
 )
 from nanovllm_kernels_triton.edits import (
@@ -90,9 +91,10 @@ def make_part_kernel(
     scores_ptr, score_ids_ptr, stats_ptr, values_ptr, ids_ptr, parts_ptr,
     num_columns, num_ids, num_splits, plain_splits, num_words, max_entries,
     FIRST_ID: tl.constexpr, TILE: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    PLAIN_SPLITS: tl.constexpr, APPROXIMATE: tl.constexpr,
+    PLAIN_SPLITS: tl.constexpr, APPROXIMATE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program for each entry: this rank's part of it."""
+    take_turn(DEPENDENT)
     entry = tl.program_id(0)
     if tl.load(skip_ptr) != 0:
         return
@@ -203,12 +205,14 @@ def join_parts_kernel(
     parts_ptr, rows_ptr, temperature_ptr, seed_ptr, output_index_ptr, num_known_ptr, skip_ptr,
     params_ptr, out_ptr, logprobs_ptr, rank_stride,
     RANKS: tl.constexpr, BLOCK_RANKS: tl.constexpr, APPROXIMATE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program for each entry: its token, and its log-probabilities, of the parts of all ranks.
 
     `parts_ptr` [RANKS, entries, PART]. Nothing is written for rows that `tail_partial_kernel` left
     out.
     """
+    take_turn(DEPENDENT)
     entry = tl.program_id(0)
     if tl.load(skip_ptr) != 0:
         return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from nanovllm_kernels_triton import captured_tail as tail
@@ -27,6 +29,7 @@ CONSTANTS = {
     "MAX_SPLITS": tail.MAX_SPLITS,
     "PLAIN_SPLITS": 64,
     "APPROXIMATE": True,
+    "DEPENDENT": True,
 }
 
 
@@ -89,7 +92,12 @@ def join_job(num_ranks: int) -> AotJob:
             "seed_ptr": "*i64:16",
             "rank_stride": "i32",
         },
-        constexprs={"RANKS": num_ranks, "BLOCK_RANKS": num_ranks, "APPROXIMATE": True},
+        constexprs={
+            "RANKS": num_ranks,
+            "BLOCK_RANKS": num_ranks,
+            "APPROXIMATE": True,
+            "DEPENDENT": True,
+        },
         num_warps=tail.NUM_WARPS,
     )
 
@@ -111,6 +119,15 @@ def reports() -> dict[str, AotReport]:
 def test_no_kernel_takes_more_than_its_line(reports: dict[str, AotReport]) -> None:
     """Registers, spills and shared memory are those of the list for this version of Triton."""
     assert_within_list(__file__, reports)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_no_program_reads_or_ends_before_the_wait(name: str, reports: dict[str, AotReport]) -> None:
+    """Else a kernel would end before the one before it, and the next would read too early."""
+    before, _, behind = reports[name].ptx.partition("griddepcontrol.wait")
+    assert "griddepcontrol.launch_dependents" in before
+    assert not re.search(r"ld\.global|st\.global|\bret;|\bbra\b", before)
+    assert "st.global" in behind
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "rank-bf16"])
