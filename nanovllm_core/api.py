@@ -65,6 +65,7 @@ from nanovllm_core.interfaces.kernels import (
     KernelSet as KernelSet,
     LatentPrep as LatentPrep,
     MixtureKernels as MixtureKernels,
+    NormingKernels as NormingKernels,
     QKPrep as QKPrep,
     Routing as Routing,
     RoutingKernels as RoutingKernels,

@@ -246,6 +246,26 @@ class GatedKernels(Protocol):
 
 
 @runtime_checkable
+class NormingKernels(Protocol):
+    """A kernel set that can norm the residual where it adds a product to it."""
+
+    def linear_add_norm(
+        self,
+        x_TF: Tensor,
+        weight_EF: Tensor,
+        residual_TE: Tensor,
+        norm_weight_E: Tensor,
+        eps: float,
+        bias_E: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """The sum of `linear_add`, and its `rms_norm` [T, E], in other memory.
+
+        The residual is overwritten: use what is returned. None, with nothing changed, where the set
+        has no kernels for such rows and weights: then layers call the two one after the other.
+        """
+
+
+@runtime_checkable
 class RoutingKernels(Protocol):
     """A kernel set that can norm the residual and choose experts in one operation."""
 

@@ -56,7 +56,8 @@ class Announced(Protocol):
 def announce_norm(block: nn.Module, norm: RMSNorm) -> None:
     """Tell a block, once, that `norm` is the next reader of its residual, if it wants to know.
 
-    Ranks may then norm their sum where they sum it. Nothing may write to the residual in between.
+    Ranks, or a kernel set, may then norm the sum where they sum it. Nothing may write to the
+    residual in between.
     """
     if isinstance(block, Announced):
         block.announce(norm)

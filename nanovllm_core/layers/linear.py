@@ -24,7 +24,8 @@ def _even_piece(context: LayerContext, full_size: int, what: str) -> Piece:
 class SumOverRanks:
     """The sum at the end of a block, and the norm that reads it next, if the block was told.
 
-    A group that can norms the sum where it sums: see `announce_norm`.
+    A group that can norms the sum where it sums, and so does a kernel set of one rank: see
+    `announce_norm`.
     """
 
     def __init__(self, tp: TensorParallel) -> None:
@@ -140,8 +141,17 @@ class RowParallelLinear(Layer):
     def add_to(self, x: Tensor, residual: Tensor) -> Tensor:
         """residual + x W^T + b. The residual is overwritten: use only what is returned."""
         if self.context.tp.size == 1:
-            return self.matrix.linear_add(x, residual, self.bias)
+            return self._add_alone(x, residual)
         return self.sum.add_to(self._part(x), residual)
+
+    def _add_alone(self, x: Tensor, residual: Tensor) -> Tensor:
+        norm = self.sum.norm
+        if norm is not None:
+            fused = self.matrix.linear_add_norm(x, residual, norm.factors, norm.eps, self.bias)
+            if fused is not None:
+                norm.put(*fused)
+                return fused[0]
+        return self.matrix.linear_add(x, residual, self.bias)
 
     def _part(self, x: Tensor) -> Tensor:
         return self.matrix.linear(x, self.bias if self.context.tp.rank == 0 else None)

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from nanovllm_core.interfaces.kernels import GatedKernels, MixtureKernels, Routing, RoutingKernels
+from nanovllm_core.interfaces.kernels import (
+    GatedKernels,
+    MixtureKernels,
+    NormingKernels,
+    Routing,
+    RoutingKernels,
+)
 from nanovllm_core.layers.module import Layer, ModelParameter, ShardId, copy_weight, make_parameter
 
 if TYPE_CHECKING:
@@ -112,6 +118,17 @@ class WeightMatrix(ABC):
         """residual + linear(x). The residual is overwritten: use what is returned."""
         return residual_TE.add_(self.linear(x_TF, bias_E))
 
+    def linear_add_norm(
+        self,
+        x_TF: Tensor,
+        residual_TE: Tensor,
+        norm_weight_E: Tensor,
+        eps: float,
+        bias_E: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """As `NormingKernels.linear_add_norm`. None: layers call `linear_add`, then a norm."""
+        return None
+
     def norm_route(
         self,
         x_TE: Tensor,
@@ -172,6 +189,19 @@ class PlainMatrix(WeightMatrix):
 
     def linear_add(self, x_TF: Tensor, residual_TE: Tensor, bias_E: Tensor | None = None) -> Tensor:
         return self.kernels.linear_add(x_TF, self.tensor, residual_TE, bias_E)
+
+    def linear_add_norm(
+        self,
+        x_TF: Tensor,
+        residual_TE: Tensor,
+        norm_weight_E: Tensor,
+        eps: float,
+        bias_E: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor] | None:
+        kernels = self.kernels
+        if not isinstance(kernels, NormingKernels):
+            return None
+        return kernels.linear_add_norm(x_TF, self.tensor, residual_TE, norm_weight_E, eps, bias_E)
 
     def norm_route(
         self,

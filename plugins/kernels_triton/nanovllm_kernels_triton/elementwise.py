@@ -35,6 +35,39 @@ def rms_norm_kernel(
     tl.store(out_ptr + row * SIZE + columns, out, mask=mask)
 
 
+@triton.jit(do_not_specialize=["num_tokens"])
+def add_norm_kernel(
+    parts_ptr, residual_ptr, weight_ptr, out_ptr, num_tokens, residual_stride,
+    PARTS: tl.constexpr, EPS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One row per program: the residual and its parts, summed in their order and rounded once; and
+    the sum's norm. `parts_ptr` [PARTS, num_tokens, SIZE] float32.
+    """
+    if DEPENDENT:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < SIZE
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
+    if DEPENDENT:
+        gdc_wait()
+    residual_ptrs = residual_ptr + row * residual_stride + columns
+    residual = tl.load(residual_ptrs, mask=mask, other=0.0)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(PARTS):
+        part_ptrs = parts_ptr + (part * num_tokens + row) * SIZE + columns
+        total += tl.load(part_ptrs, mask=mask, other=0.0)
+    x = (total + residual.to(tl.float32)).to(residual.dtype)
+    tl.store(residual_ptrs, x, mask=mask)
+    wide = x.to(tl.float32)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + EPS)
+    if weight.dtype == out_ptr.dtype.element_ty:
+        normed = normed.to(weight.dtype).to(tl.float32)
+    out = (normed * weight.to(tl.float32)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * SIZE + columns, out, mask=mask)
+
+
 @triton.jit
 def silu_and_mul_kernel(
     gate_up_ptr, out_ptr, gate_up_stride,

@@ -13,6 +13,7 @@ from nanovllm_core.api import (
     GatedKernels,
     LatentPrep,
     MixtureKernels,
+    NormingKernels,
     QKPrep,
     Routing,
     RoutingKernels,
@@ -24,10 +25,15 @@ from nanovllm_core.kernels import TorchKernels, launch_options, supports_depende
 from nanovllm_kernels_triton import experts_choice
 from nanovllm_kernels_triton.captured_tail import TritonShardedTail, TritonTail
 from nanovllm_kernels_triton.compilation import CompileAhead
-from nanovllm_kernels_triton.elementwise import embed_kernel, rms_norm_kernel, silu_and_mul_kernel
+from nanovllm_kernels_triton.elementwise import (
+    add_norm_kernel,
+    embed_kernel,
+    rms_norm_kernel,
+    silu_and_mul_kernel,
+)
 from nanovllm_kernels_triton.experts import choose_norm_experts, run_experts, run_norm_experts
 from nanovllm_kernels_triton.linear import LinearLauncher
-from nanovllm_kernels_triton.linear_choice import LinearPlan, TilePlan, choose
+from nanovllm_kernels_triton.linear_choice import LinearPlan, TilePlan, choose, choose_parts
 from nanovllm_kernels_triton.norm_route import choose_norm_route, empty_logits, run_norm_route
 from nanovllm_kernels_triton.per_head import is_for_few_rows, run_linear_per_head
 from nanovllm_kernels_triton.prepare_latent import prepare_latent
@@ -47,7 +53,7 @@ def make_kernels(_options: BaseModel, device: torch.device) -> TritonKernels:
     return kernels
 
 
-class TritonKernels(TorchKernels, RoutingKernels, MixtureKernels, GatedKernels):
+class TritonKernels(TorchKernels, RoutingKernels, MixtureKernels, GatedKernels, NormingKernels):
     """See `KernelSet` for what each operation promises, `TorchKernels` for the reference."""
 
     name = "triton"
@@ -162,6 +168,29 @@ class TritonKernels(TorchKernels, RoutingKernels, MixtureKernels, GatedKernels):
         else:
             self._linears.run(plan, x_TF, weight_EF, residual_TN=residual_TE)
         return residual_TE if bias_E is None else residual_TE.add_(bias_E)
+
+    def linear_add_norm(
+        self,
+        x_TF: Tensor,
+        weight_EF: Tensor,
+        residual_TE: Tensor,
+        norm_weight_E: Tensor,
+        eps: float,
+        bias_E: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor] | None:
+        plan = choose_parts(x_TF.shape[0], *weight_EF.shape, x_TF.dtype)
+        if plan is None or bias_E is not None:
+            return None
+        parts_STE = self._linears.run_parts(plan, x_TF, weight_EF)
+        num_parts, num_tokens, size = parts_STE.shape
+        normed_TE = torch.empty_like(residual_TE, memory_format=torch.contiguous_format)
+        block = triton.next_power_of_2(size)
+        add_norm_kernel[(num_tokens,)](
+            parts_STE, residual_TE, norm_weight_E, normed_TE, num_tokens, residual_TE.stride(0),
+            PARTS=num_parts, EPS=eps, SIZE=size, BLOCK=block,
+            num_warps=min(max(block // 128, 1), 16), **self._options,
+        )  # fmt: skip
+        return residual_TE, normed_TE
 
     def prepare_qkv(
         self,

@@ -83,7 +83,8 @@ def tile_linear_kernel(
 
     With SPLITS > 1, the last program of a tile to finish sums all parts in the order of the inputs,
     whoever is last, so that equal inputs give equal bits. `tickets_ptr` int32 [tiles] counts
-    finished parts; zero before, zero after.
+    finished parts; zero before, zero after. Without tickets the parts are what is asked for:
+    `partial_ptr` [SPLITS, num_rows, OUTPUTS] float32, and `out_ptr` is not written.
     """
     STEPS: tl.constexpr = (INPUTS + BLOCK_K - 1) // BLOCK_K
     ROWS_FIRST: tl.constexpr = BLOCK_M > BLOCK_N  # Hopper's wide product takes a first one of 64
@@ -120,6 +121,10 @@ def tile_linear_kernel(
         if ADD:
             y += residual.to(tl.float32)
         _store(out_ptrs, y, out_mask, GATED)
+    elif tickets_ptr is None:
+        part_ptr = partial_ptr + tl.program_id(1) * num_rows * OUTPUTS
+        ptrs, mask = _outputs(part_ptr, rows, num_rows, OUTPUTS, BLOCK_N, OUTPUTS, GATED)
+        tl.store(ptrs, y, mask=mask)
     else:
         tile = tl.program_id(0)
         part_ptrs = partial_ptr + tile * SPLITS * BLOCK_N * BLOCK_M
@@ -261,6 +266,24 @@ class LinearLauncher:
                 **flags,
             )  # fmt: skip
         return out
+
+    def run_parts(self, plan: TilePlan, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
+        """The parts of x W^T [splits, T, N] in float32, whose sum in this order is the product."""
+        (rows, inputs), outputs = x_TK.shape, weight_NK.shape[0]
+        parts_STN = x_TK.new_empty((plan.splits, rows, outputs), dtype=torch.float32)
+        tile_linear_kernel[(triton.cdiv(outputs, plan.block_n), plan.splits)](
+            x_TK, weight_NK, x_TK, parts_STN, None,
+            rows, x_TK.stride(0), 0,
+            OUTPUTS=outputs, INPUTS=inputs, GATED=False, ADD=False,
+            BLOCK_M=max(16, triton.next_power_of_2(rows)),
+            BLOCK_N=plan.block_n,
+            BLOCK_K=plan.block_k,
+            SPLITS=plan.splits,
+            num_warps=plan.num_warps,
+            num_stages=plan.num_stages,
+            **launch_options(self.dependent_launch),
+        )  # fmt: skip
+        return parts_STN
 
     def _split_buffers(
         self, plan: TilePlan, tiles: int, block_m: int, out: Tensor

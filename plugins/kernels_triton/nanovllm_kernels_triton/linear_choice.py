@@ -19,7 +19,7 @@ added to the residual takes its line, and the bias a kernel of its own behind it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -94,6 +94,19 @@ def choose(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> LinearPl
     if tiles < _WHOLE_TILES:
         return _split_tile_plan(few_rows, tiles, steps)
     return _whole_tile_plan(few_rows, tiles)
+
+
+@lru_cache(maxsize=1024)
+def choose_parts(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> TilePlan | None:
+    """The plan of a product whose parts the next kernel sums: None where it has one part.
+
+    That kernel reads every part, so there are no more than fill the multiprocessors once.
+    """
+    plan = choose(rows, outputs, inputs, dtype)
+    if not isinstance(plan, TilePlan):
+        return None
+    splits = min(plan.splits, _PROGRAMS // -(-outputs // plan.block_n))
+    return replace(plan, splits=splits) if splits > 1 else None
 
 
 def _vector_plan(inputs: int, dtype: torch.dtype) -> VectorPlan:
