@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm_core.api import Routing
+from nanovllm_core.api import NormingKernels, Routing
 from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.layers import (
     Attention,
@@ -69,35 +69,59 @@ class CountedNorms(TorchKernels):
         return super().rms_norm(x_TE, weight_E, eps)
 
 
+def run_decoder(rows: int, tp: TensorParallel, kernels: CountedNorms) -> tuple[Tensor, int]:
+    """A decoder of a dense MLP and a mixture: its result, and how many norms took a kernel."""
+    here = LayerContext(CPU, torch.float32, tp, kernels)
+    config = DecoderConfig.from_config(
+        {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
+         "max_position_embeddings": 64}
+    )  # fmt: skip
+    mlps = (GatedMLP(here, 8, 12), SparseMLP(here, 8, 12, 4, Routing(top_k=2)))
+    attention = partial(SelfAttention, config, here)
+    decoder = Decoder(config, here, attention, lambda layer: mlps[layer])
+    for seed, parameter in enumerate(decoder.parameters()):
+        assert isinstance(parameter, ModelParameter)
+        parameter.copy_(random(*parameter.shape, seed=seed))
+    for layer in decoder.modules():
+        if isinstance(layer, Attention):
+            layer.bind(FirstHeads(), 0)
+    return decoder(torch.arange(rows), torch.arange(rows)), kernels.num_norms
+
+
 @pytest.mark.parametrize(("rows", "norms_left"), [(2, 5), (3, 2)])
 def test_a_sum_over_ranks_is_normed_where_it_is_summed(rows: int, norms_left: int) -> None:
-    """In a decoder of a dense MLP and a mixture: the first norm is left, and the mixture's own."""
-
-    def run(tp: TensorParallel) -> tuple[Tensor, int]:
-        kernels = CountedNorms()
-        here = LayerContext(CPU, torch.float32, tp, kernels)
-        config = DecoderConfig.from_config(
-            {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
-             "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
-             "max_position_embeddings": 64}
-        )  # fmt: skip
-        mlps = (GatedMLP(here, 8, 12), SparseMLP(here, 8, 12, 4, Routing(top_k=2)))
-        attention = partial(SelfAttention, config, here)
-        decoder = Decoder(config, here, attention, lambda layer: mlps[layer])
-        for seed, parameter in enumerate(decoder.parameters()):
-            assert isinstance(parameter, ModelParameter)
-            parameter.copy_(random(*parameter.shape, seed=seed))
-        for layer in decoder.modules():
-            if isinstance(layer, Attention):
-                layer.bind(FirstHeads(), 0)
-        return decoder(torch.arange(rows), torch.arange(rows)), kernels.num_norms
-
-    apart, all_norms = run(OneOfTwo(size=2))
-    fused, num_norms = run(NormingRank(size=2))
+    """The first norm is left, and the mixture's own."""
+    apart, all_norms = run_decoder(rows, OneOfTwo(size=2), CountedNorms())
+    fused, num_norms = run_decoder(rows, NormingRank(size=2), CountedNorms())
     assert (all_norms, num_norms) == (5, norms_left)
     assert torch.equal(fused, apart)
     assert isinstance(NormingRank(size=2), NormingParallel)
     assert not isinstance(OneOfTwo(size=2), NormingParallel)
+
+
+class NormingSet(CountedNorms):
+    """A set with one kernel for a product, its residual and the norm, from 3 rows on."""
+
+    def linear_add_norm(
+        self, x_TF: Tensor, weight_EF: Tensor, residual_TE: Tensor, norm_weight_E: Tensor,
+        eps: float, bias_E: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+        if len(x_TF) < 3:
+            return None
+        total_TE = self.linear_add(x_TF, weight_EF, residual_TE, bias_E)
+        return total_TE, TorchKernels().rms_norm(total_TE, norm_weight_E, eps)
+
+
+@pytest.mark.parametrize(("rows", "norms_left"), [(2, 5), (3, 3)])
+def test_a_set_norms_the_sums_of_one_rank_where_it_has_a_kernel(rows: int, norms_left: int) -> None:
+    """Behind attention and behind the dense MLP. A mixture adds to the residual by itself."""
+    apart, all_norms = run_decoder(rows, SingleRank(), CountedNorms())
+    fused, num_norms = run_decoder(rows, SingleRank(), NormingSet())
+    assert (all_norms, num_norms) == (5, norms_left)
+    assert torch.equal(fused, apart)
+    assert isinstance(NormingSet(), NormingKernels)
+    assert not isinstance(TorchKernels(), NormingKernels)
 
 
 def test_a_norm_takes_what_was_put_for_this_tensor_once() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from nanovllm_kit.aot import AotJob, AotReport
@@ -18,6 +20,21 @@ def rms_norm_job(dtype: str, size: int) -> AotJob:
         signature={**pointers, "x_stride": "i32:16"},
         constexprs={"EPS": 1e-6, "SIZE": size, "BLOCK": size, "DEPENDENT": True},
         num_warps=min(max(size // 256, 1), 16),
+    )
+
+
+def add_norm_job(size: int, parts: int) -> AotJob:
+    pointers = dict.fromkeys(("residual_ptr", "weight_ptr", "out_ptr"), "*bf16:16")
+    return AotJob(
+        kernel=f"{ROWS}:add_norm_kernel",
+        signature={
+            **pointers,
+            "parts_ptr": "*fp32:16",
+            "num_tokens": "i32",
+            "residual_stride": "i32:16",
+        },
+        constexprs={"PARTS": parts, "EPS": 1e-6, "SIZE": size, "BLOCK": size, "DEPENDENT": True},
+        num_warps=min(max(size // 128, 1), 16),
     )
 
 
@@ -124,6 +141,7 @@ JOBS = {
         f"rms_norm-{dtype}-{size}": rms_norm_job(dtype, size)
         for dtype, size in (("bf16", 1024), ("fp16", 4096), ("bf16", 8192), ("fp32", 2048))
     },
+    **{f"add_norm-{size}": add_norm_job(size, parts) for size, parts in ((1024, 6), (4096, 2))},
     **{f"embed-{dtype}": embed_job(dtype, 1024) for dtype in ("bf16", "fp32")},
     **{f"silu-{dtype}": silu_job(dtype, 3072) for dtype in ("bf16", "fp16", "fp32")},
     **{
@@ -163,9 +181,18 @@ def test_a_kernel_does_not_spill(name: str, reports: dict[str, AotReport]) -> No
 def test_a_kernel_reads_and_writes_16_bytes_at_a_time(
     name: str, reports: dict[str, AotReport]
 ) -> None:
-    """Four 32-bit words per access. A program of a head's product has few numbers to write."""
+    """Four 32-bit words per access. Some threads have fewer numbers to write."""
     assert "ld.global.v4" in reports[name].ptx
-    assert "st.global.v4" in reports[name].ptx or name in PER_HEAD
+    assert "st.global.v4" in reports[name].ptx or name in {*PER_HEAD, "add_norm-1024"}
+
+
+@pytest.mark.parametrize("name", ["add_norm-1024", "add_norm-4096"])
+def test_a_norm_that_sums_parts_reads_its_weight_alone_before_the_wait(
+    name: str, reports: dict[str, AotReport]
+) -> None:
+    """The residual may still be written, and the parts."""
+    before = reports[name].ptx.partition("griddepcontrol.wait")[0]
+    assert len(re.findall(r"ld\.global", before)) == 1
 
 
 @pytest.mark.parametrize("name", PER_HEAD)

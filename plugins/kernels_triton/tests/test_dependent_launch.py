@@ -115,6 +115,12 @@ def consumers(dependent_launch: bool, rows: int) -> dict[str, tuple[Tensor, Call
             assert added is not None
         return torch.cat([added.flatten().float(), norm_route(added)])
 
+    long, wide = random(SIZE, 4 * SIZE, seed=16) / 64, random(rows, 4 * SIZE)
+
+    def linear_add_norm(x: Tensor) -> Tensor:
+        added = kernels.linear_add_norm(x, long, known.clone(), norm_weight, 1e-6)
+        return torch.cat(added) if added is not None else kernels.linear_add(x, long, known.clone())
+
     heads, of_heads = random(rows, HEADS, HEAD_SIZE + 64), random(HEADS, 256, HEAD_SIZE, seed=12)
     return {
         "linear_per_head": (heads, lambda x: kernels.linear_per_head(x, of_heads)),
@@ -124,6 +130,7 @@ def consumers(dependent_launch: bool, rows: int) -> dict[str, tuple[Tensor, Call
         "norm_gate_up": (x, lambda x: kernels.norm_gate_up(x, norm_weight, 1e-6, pair)),
         "linear_add to a late residual": (x, lambda x: kernels.linear_add(known, square, x)),
         "linear": (x, lambda x: kernels.linear(x, square)),
+        "linear_add_norm": (wide, linear_add_norm),
         "prepare_qkv": (qkv, prepare),
         "norm_route": (x, norm_route),
         "norm_experts": (x, norm_experts),

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanovllm_kernels_triton.linear_choice import TilePlan, VectorPlan, choose
+from nanovllm_kernels_triton.linear_choice import TilePlan, VectorPlan, choose, choose_parts
 from nanovllm_kit.aot import AotJob, AotReport, compile_kernels
 from nanovllm_kit.registers import assert_within_list, compile_jobs
 
@@ -79,7 +79,24 @@ def linear_job(
     return replace(job, num_warps=plan.num_warps, num_stages=plan.num_stages, capability=capability)
 
 
+def parts_job(name: str, rows: int) -> AotJob:
+    """A product whose parts the norm behind it sums, as `run_parts` calls it."""
+    weight_rows, inputs, _ = (PRODUCTS | LARGE)[name]
+    plan = choose_parts(rows, weight_rows, inputs, torch.bfloat16)
+    assert plan is not None
+    job = linear_job(name, rows, dependent=True)
+    constexprs = dict(job.constexprs) | {"ADD": False, "tickets_ptr": None, "SPLITS": plan.splits}
+    signature = {name: kind for name, kind in job.signature.items() if name != "tickets_ptr"}
+    signature["out_stride"] = "i32"
+    return replace(job, constexprs=constexprs, signature=signature, num_stages=plan.num_stages)
+
+
 JOBS = {
+    **{
+        f"parts-{name}-{rows}": parts_job(name, rows)
+        for name in ("o_proj", "down", "8b-down")
+        for rows in (16, 64)
+    },
     **{f"vector-{name}": linear_job(name, 1) for name in PRODUCTS},
     **{f"vector-{name}-fp32": linear_job(name, 1, dtype="fp32") for name in PRODUCTS},
     **{f"vector-{name}-dependent": linear_job(name, 1, dependent=True) for name in PRODUCTS},
@@ -174,6 +191,16 @@ def test_a_tile_program_waits_first_and_signals_behind_its_loop(
     products = [match.start() for match in re.finditer(r"mma\.sync|wgmma\.mma", ptx)]
     assert wait < min(products)
     assert max(products) < signal
+
+
+@pytest.mark.parametrize("name", [name for name in JOBS if name.startswith("parts")])
+def test_parts_are_stored_16_bytes_at_a_time_without_a_ticket(
+    name: str, reports: dict[str, AotReport]
+) -> None:
+    """No program reads what another one of the launch wrote."""
+    ptx = reports[name].ptx
+    assert "st.global.v4" in ptx
+    assert "atom" not in ptx
 
 
 def _signal_and_wait(ptx: str) -> tuple[int, int]:

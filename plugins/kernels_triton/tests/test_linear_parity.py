@@ -21,6 +21,7 @@ from nanovllm_kernels_triton.linear_choice import (
     TilePlan,
     VectorPlan,
     choose,
+    choose_parts,
 )
 from nanovllm_kit.numerics import assert_close_report
 
@@ -159,6 +160,41 @@ def test_a_bias_is_a_launch_of_its_own_behind_a_residual_alone(rows: int) -> Non
     assert launched.names == (["add_"] if rows <= TILE_ROWS else ["addmm_", "add_"])
 
 
+@pytest.mark.parametrize("rows", [3, 17, TILE_ROWS])
+@pytest.mark.parametrize("outputs", [40, 1100])
+def test_parts_that_the_norm_sums_have_the_bits_of_those_that_tickets_sum(
+    rows: int, outputs: int
+) -> None:
+    """Of the same plan; rows of the residual have gaps between, and its norm is that of the sum."""
+    x, _, weight, residual = problem(rows, outputs, 1100, torch.float16)
+    norm_weight = random(outputs, dtype=torch.float16, seed=4)
+    plan = choose_parts(rows, outputs, 1100, torch.float16)
+    assert plan is not None
+    expected = LinearLauncher().run(plan, x, weight, residual_TN=residual.clone())
+    gaps = torch.stack((residual, residual), dim=1)[:, 0]
+    result = TritonKernels().linear_add_norm(x, weight, gaps, norm_weight, EPS)
+    assert result is not None
+    assert result[0] is gaps
+    assert torch.equal(gaps, expected)
+    normed = TorchKernels().rms_norm(expected, norm_weight, EPS)
+    assert_close_report(result[1], normed, rel_norm=REL_NORM[torch.float16])
+
+
+def test_a_product_of_one_part_is_left_to_two_kernels() -> None:
+    """Of one row, of more than a tile's, of few inputs, in float32, and with a bias."""
+    half = torch.float16
+    for rows, inputs, dtype, biased in (
+        (1, 1100, half, False),
+        (TILE_ROWS + 1, 1100, half, False),
+        (3, 64, half, False),
+        (3, 1100, torch.float32, False),
+        (3, 1100, half, True),
+    ):
+        x, _, weight, residual = problem(rows, 40, inputs, dtype)
+        bias = random(40, dtype=dtype, seed=4) if biased else None
+        assert TritonKernels().linear_add_norm(x, weight, residual, weight[:, 0], EPS, bias) is None
+
+
 def test_split_parts_are_counted_anew_by_every_product() -> None:
     """A launcher's products share tickets; none leaves them drawn, and equal inputs, equal bits."""
     x, _, weight, _ = problem(5, 40, 200, torch.float16)
@@ -240,6 +276,29 @@ def test_a_split_is_one_wave_and_leaves_no_part_empty(rows: int, outputs: int, i
         return
     assert -(-inputs // plan.block_k) // plan.splits >= 2
     assert -(-outputs // plan.block_n) * plan.splits <= 2 * 132
+
+
+@given(
+    rows=st.integers(1, TILE_ROWS + 1),
+    outputs=st.integers(1, 1 << 14),
+    inputs=st.integers(1, 1 << 15),
+)
+def test_parts_for_the_norm_fill_the_multiprocessors_once(
+    rows: int, outputs: int, inputs: int
+) -> None:
+    """There are two or more, and no more than where tickets sum them."""
+    split, parts = (f(rows, outputs, inputs, torch.bfloat16) for f in (choose, choose_parts))
+    if parts is None:
+        is_split = isinstance(split, TilePlan) and split.splits > 1
+        assert not is_split or 2 * _tiles(split, outputs) > 132
+        return
+    assert isinstance(split, TilePlan)
+    assert 2 <= parts.splits <= split.splits
+    assert _tiles(parts, outputs) * parts.splits <= 132
+
+
+def _tiles(plan: TilePlan, outputs: int) -> int:
+    return -(-outputs // plan.block_n)
 
 
 @pytest.mark.parametrize("inputs", [1024, 3072, 4096, 9728, 25600])
