@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nanovllm_kernels_triton.linear import normed
+
 
 @triton.jit
 def rms_norm_kernel(
@@ -61,10 +63,7 @@ def add_norm_kernel(
     x = (total + residual.to(tl.float32)).to(residual.dtype)
     tl.store(residual_ptrs, x, mask=mask)
     wide = x.to(tl.float32)
-    normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + EPS)
-    if weight.dtype == out_ptr.dtype.element_ty:
-        normed = normed.to(weight.dtype).to(tl.float32)
-    out = (normed * weight.to(tl.float32)).to(out_ptr.dtype.element_ty)
+    out = normed(x, tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + EPS), weight)
     tl.store(out_ptr + row * SIZE + columns, out, mask=mask)
 
 
