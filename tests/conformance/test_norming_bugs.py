@@ -87,6 +87,24 @@ def scales_its_input(x, weight, residual, norm, eps, bias) -> Result:
     return result
 
 
+def takes_rows_of_x_to_lie_side_by_side(x, weight, residual, norm, eps, bias) -> Result:
+    beside = x.as_strided(x.shape, (x.shape[1], 1))
+    return one_by_one(beside, weight, residual, norm, eps, bias)
+
+
+def rounds_before_a_float32_weight(x, weight, residual, norm, eps, bias) -> Result:
+    total, normed = one_by_one(x, weight, residual, torch.ones_like(residual[0]), eps, bias)
+    return total, (normed * norm).to(x.dtype)
+
+
+def norms_the_sum_before_it_is_rounded(x, weight, residual, norm, eps, bias) -> Result:
+    exact = residual.float() + TORCH.linear(
+        x.float(), weight.float(), None if bias is None else bias.float()
+    )
+    normed = TORCH.rms_norm(exact, norm.float(), eps)
+    return TORCH.linear_add(x, weight, residual, bias), normed.to(x.dtype)
+
+
 def differs_each_time() -> Operation:
     calls = count()
 
@@ -115,6 +133,7 @@ def test_the_reference_passes(dtype: torch.dtype) -> None:
         leaves_the_last_inputs_out,
         declines_behind_the_sum,
         scales_its_input,
+        takes_rows_of_x_to_lie_side_by_side,
         differs_each_time(),
     ],
 )
@@ -122,3 +141,12 @@ def test_a_planted_bug_is_caught(operation: Operation) -> None:
     """By the one check that is about it."""
     with pytest.raises(AssertionError):
         run(operation)
+
+
+@pytest.mark.parametrize(
+    "operation", [rounds_before_a_float32_weight, norms_the_sum_before_it_is_rounded]
+)
+def test_a_rounding_too_many_or_too_few_is_caught(operation: Operation) -> None:
+    """Only half precision shows it."""
+    with pytest.raises(AssertionError, match="relative norm error"):
+        run(operation, torch.float16)

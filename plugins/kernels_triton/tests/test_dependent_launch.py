@@ -167,6 +167,7 @@ def qk_prep() -> QKPrep:
         "norm_gate_up",
         "linear_add to a late residual",
         "linear",
+        "linear_add_norm",
         "prepare_qkv",
         "linear_per_head",
         "norm_route",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nanovllm_core.interfaces.kernels import KernelSet, NormingKernels
 from nanovllm_kit.kernel_calls import REFERENCE, assert_equal, random
+from nanovllm_kit.numerics import assert_close_report
 
 SHAPES = [(1, 64, 48), (5, 64, 48), (3, 1100, 200), (17, 1100, 200), (40, 2100, 70), (129, 96, 48)]
 """(rows, inputs, outputs): few and many rows, in whole tiles or not, of few and of many inputs."""
@@ -36,9 +37,10 @@ class NormingChecks:
         if not isinstance(kernels, NormingKernels):
             pytest.skip(f"{kernels.name} has no linear_add_norm")
         rows, inputs, outputs = shape
-        x_TF = random(rows, 2 * inputs, device=device, dtype=dtype)[:, :inputs] * 0.3
+        x_TF = (random(rows, 2 * inputs, device=device, dtype=dtype) * 0.3)[:, :inputs]
         weight_EF = random(outputs, inputs, device=device, dtype=dtype, seed=1) / inputs**0.5
-        norm_E = random(outputs, device=device, dtype=dtype, seed=2)
+        wide_E = random(outputs, device=device, seed=2)
+        norm_E = wide_E.to(dtype)
         bias_E = random(outputs, device=device, dtype=dtype, seed=3) / 4 if biased else None
         read = [x for x in (x_TF, weight_EF, norm_E, bias_E) if x is not None]
         before = [x.clone() for x in read]
@@ -68,6 +70,14 @@ class NormingChecks:
             assert first is second, "it declined one of two equal calls"
             pytest.skip(f"linear_add_norm of {kernels.name} is not for {shape}")
         assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+        result = kernels.linear_add_norm(
+            x_TF, weight_EF, residual_TE[:, :outputs], wide_E, EPS, bias_E
+        )
+        if result is not None:  # a weight in float32 rounds once: so the rounded sum is normed
+            normed_TE = REFERENCE.rms_norm(result[0], wide_E, EPS)
+            assert_close_report(
+                result[1], normed_TE, rel_norm=max(torch.finfo(dtype).eps / 8, 3e-6)
+            )
 
 
 def _memory(x: Tensor) -> int:
