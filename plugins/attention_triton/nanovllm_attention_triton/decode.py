@@ -171,14 +171,14 @@ class DecodeShape:
         if tuning.fixed_chunk is not None:
             return by_length
         resident = self.resident_items(tuning)
+        most_resident = resident * (2 if tuning.second_wave else 1)
         if num_rows <= resident:
-            waves = 2 if tuning.second_wave else 1
             # Those of the rows that have tokens, and one of each row that has none.
-            return min(by_length, waves * resident + num_rows - 1)
+            return min(by_length, most_resident + num_rows - 1)
         longest_chunks = -(-num_rows * max_seq_len // tuning.max_chunk)
         by_chunk = max(longest_chunks, self.items_per_step(tuning.wave_programs))
         by_programs = self.items_per_step(tuning.max_programs)
-        most = max(min(by_chunk, by_programs), resident)
+        most = max(min(by_chunk, by_programs), most_resident)
         # Rounding a row's last chunk up makes one more item of it, and so does having no tokens.
         return min(by_length, num_rows + most)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from nanovllm_attention_triton.backend import TritonAttention
 from nanovllm_attention_triton.decode import DecodeShape, DecodeWorkspace
@@ -191,6 +191,7 @@ def test_with_a_fixed_chunk_a_row_is_bitwise_the_same_in_any_batch(paged_batch):
 
 
 @settings(max_examples=40, deadline=None)
+@example([1] * 10, 8, 16, 1, 1, None, 168, 64, 16)  # fewer rows than are resident, of more at most
 @given(
     lens=st.lists(st.integers(0, 2000), min_size=1, max_size=12),
     kv_heads=st.sampled_from([1, 2, 8]),
