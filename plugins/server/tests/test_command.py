@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -185,7 +186,10 @@ def test_a_signal_while_the_model_is_loaded_leaves_nothing_behind(
     tmp_path: Path, name: str
 ) -> None:
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
-    process = subprocess.Popen([*MAIN, "--port", "0"], env=environ, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*MAIN, "--port", "0"], env=environ, stdout=subprocess.DEVNULL,
+        preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),  # as if not under nohup
+    )  # fmt: skip
     try:
         end = time.monotonic() + 20
         while not [*tmp_path.glob("nanovllm-metrics-*")]:
