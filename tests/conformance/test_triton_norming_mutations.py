@@ -89,7 +89,7 @@ MUTATIONS = [
     ),
     bug(
         "columns of padding count in the mean", NORM, AT_ONCE,
-        ("tl.sum(wide * wide, axis=0) / SIZE", "tl.sum(wide * wide, axis=0) / BLOCK"),
+        ("tl.sum(wide * wide, axis=0) / SIZE", "tl.sum(wide * wide, axis=0) / x.shape[0]"),
     ),
     bug(
         "epsilon is left out", NORM, AT_ONCE,
@@ -97,7 +97,10 @@ MUTATIONS = [
     ),
     bug(
         "the sum is normed before it is rounded", NORM, ONE_ROUNDING,
-        ("out = normed(x,", "out = normed(total + residual.to(tl.float32),"),
+        (
+            "x, mask=mask)\n    out = rms_normed(x,",
+            "x, mask=mask)\n    out = rms_normed(total + residual.to(tl.float32),",
+        ),
     ),
     bug(
         "a float32 weight rounds twice", PRODUCT, ONE_ROUNDING,

@@ -16,6 +16,13 @@ from nanovllm_kernels_triton.linear import normed
 
 
 @triton.jit
+def rms_normed(x, weight, SIZE: tl.constexpr, EPS: tl.constexpr):
+    """A row's norm, behind whose SIZE numbers there are zeros."""
+    wide = x.to(tl.float32)
+    return normed(x, tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + EPS), weight)
+
+
+@triton.jit
 def rms_norm_kernel(
     x_ptr, weight_ptr, out_ptr, x_stride,
     EPS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -29,11 +36,8 @@ def rms_norm_kernel(
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
     if DEPENDENT:
         gdc_wait()
-    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + EPS)
-    if weight.dtype == out_ptr.dtype.element_ty:
-        normed = normed.to(weight.dtype).to(tl.float32)
-    out = (normed * weight.to(tl.float32)).to(out_ptr.dtype.element_ty)
+    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0)
+    out = rms_normed(x, weight, SIZE, EPS)
     tl.store(out_ptr + row * SIZE + columns, out, mask=mask)
 
 
@@ -62,8 +66,7 @@ def add_norm_kernel(
         total += tl.load(part_ptrs, mask=mask, other=0.0)
     x = (total + residual.to(tl.float32)).to(residual.dtype)
     tl.store(residual_ptrs, x, mask=mask)
-    wide = x.to(tl.float32)
-    out = normed(x, tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + EPS), weight)
+    out = rms_normed(x, weight, SIZE, EPS)
     tl.store(out_ptr + row * SIZE + columns, out, mask=mask)
 
 

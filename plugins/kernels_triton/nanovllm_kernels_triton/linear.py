@@ -233,57 +233,56 @@ class LinearLauncher:
         out = out_TN if residual_TN is None else residual_TN
         if out is None:
             out = x_TK.new_empty((x_TK.shape[0], outputs))
-        flags = {
-            "OUTPUTS": outputs,
-            "INPUTS": weight_NK.shape[1],
-            "GATED": gated,
-            "ADD": residual_TN is not None,
-            "BLOCK_N": plan.block_n,
-            "num_warps": plan.num_warps,
-            **launch_options(self.dependent_launch),
-        }
         tiles = triton.cdiv(outputs, plan.block_n // 2 if gated else plan.block_n)
+        kind = {"GATED": gated, "ADD": residual_TN is not None}
         if isinstance(plan, VectorPlan):
             vector_linear_kernel[(tiles,)](
                 x_TK, norm_weight_K, weight_NK, out, x_TK.stride(0), out.stride(0),
                 EPS=eps,
                 ROWS=x_TK.shape[0],
+                OUTPUTS=outputs,
+                INPUTS=weight_NK.shape[1],
+                BLOCK_N=plan.block_n,
                 BLOCK_K=triton.next_power_of_2(weight_NK.shape[1]),
-                **flags,
+                num_warps=plan.num_warps,
+                **kind, **launch_options(self.dependent_launch),
             )  # fmt: skip
         else:
             if norm_weight_K is not None:
                 raise ValueError("a tile plan takes rows that are normed already")
-            block_m = max(16, triton.next_power_of_2(x_TK.shape[0]))
-            partial, tickets = self._split_buffers(plan, tiles, block_m, out)
-            tile_linear_kernel[(tiles, plan.splits)](
-                x_TK, weight_NK, out, partial, tickets,
-                x_TK.shape[0], x_TK.stride(0), out.stride(0),
-                BLOCK_M=block_m,
-                BLOCK_K=plan.block_k,
-                SPLITS=plan.splits,
-                num_stages=plan.num_stages,
-                **flags,
-            )  # fmt: skip
+            buffers = self._split_buffers(plan, tiles, _block_m(x_TK), out)
+            self._launch_tiles(plan, tiles, x_TK, weight_NK, out, outputs, buffers, kind)
         return out
 
     def run_parts(self, plan: TilePlan, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
         """The parts of x W^T [splits, T, N] in float32, whose sum in this order is the product."""
-        (rows, inputs), outputs = x_TK.shape, weight_NK.shape[0]
-        parts_STN = x_TK.new_empty((plan.splits, rows, outputs), dtype=torch.float32)
-        tile_linear_kernel[(triton.cdiv(outputs, plan.block_n), plan.splits)](
-            x_TK, weight_NK, x_TK, parts_STN, None,
-            rows, x_TK.stride(0), 0,
-            OUTPUTS=outputs, INPUTS=inputs, GATED=False, ADD=False,
-            BLOCK_M=max(16, triton.next_power_of_2(rows)),
+        outputs = weight_NK.shape[0]
+        parts_STN = x_TK.new_empty((plan.splits, len(x_TK), outputs), dtype=torch.float32)
+        tiles = triton.cdiv(outputs, plan.block_n)
+        self._launch_tiles(
+            plan, tiles, x_TK, weight_NK, x_TK, outputs, (parts_STN, None),
+            {"GATED": False, "ADD": False},
+        )  # fmt: skip
+        return parts_STN
+
+    def _launch_tiles(
+        self, plan: TilePlan, tiles: int, x_TK: Tensor, weight_NK: Tensor, out: Tensor,
+        outputs: int, buffers: tuple[Tensor | None, Tensor | None], kind: dict[str, bool],
+    ) -> None:  # fmt: skip
+        """See `tile_linear_kernel`; without tickets `out` is not written, and may be any tensor."""
+        tile_linear_kernel[(tiles, plan.splits)](
+            x_TK, weight_NK, out, *buffers,
+            x_TK.shape[0], x_TK.stride(0), out.stride(0),
+            OUTPUTS=outputs,
+            INPUTS=weight_NK.shape[1],
+            BLOCK_M=_block_m(x_TK),
             BLOCK_N=plan.block_n,
             BLOCK_K=plan.block_k,
             SPLITS=plan.splits,
             num_warps=plan.num_warps,
             num_stages=plan.num_stages,
-            **launch_options(self.dependent_launch),
+            **kind, **launch_options(self.dependent_launch),
         )  # fmt: skip
-        return parts_STN
 
     def _split_buffers(
         self, plan: TilePlan, tiles: int, block_m: int, out: Tensor
@@ -295,3 +294,8 @@ class LinearLauncher:
             raise ValueError(f"{tiles} tiles cannot be split, only up to {_MAX_SPLIT_TILES}")
         size = tiles * plan.splits * plan.block_n * block_m
         return out.new_empty(size, dtype=torch.float32), self.tickets(out.device)
+
+
+def _block_m(x_TK: Tensor) -> int:
+    """The rows of a tile of x, 16 at least."""
+    return max(16, 1 << (x_TK.shape[0] - 1).bit_length())
