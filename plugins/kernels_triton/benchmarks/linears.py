@@ -6,8 +6,9 @@
 The four products of a layer in bfloat16, with dependent launch, inside CUDA graphs, each call with
 another weight so that the L2 cache does not help. Every plan is compared with a float32 product
 before it is timed, and gives a row the same bits whatever the other rows hold. Then whole layers
-without attention: cuBLAS, what `linear_choice` picks and, with `--plans`, the fastest of each
-product. Two minutes for two models at three rows with `--plans` on one H200 with 16 CPU cores.
+without attention: cuBLAS, the operations of the kernel set as models call them (norms that sum
+parts among them) and, with `--plans`, the fastest plan of each product. Two minutes for two models
+at three rows with `--plans` on one H200 with 16 CPU cores.
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ from nanovllm_kernels_triton.kernel_set import TritonKernels
 from nanovllm_kernels_triton.linear import LinearLauncher
 from nanovllm_kernels_triton.linear_choice import (
     TILE_ROWS,
+    WIDE_ROWS,
     LinearPlan,
     TilePlan,
     VectorPlan,
     choose,
+    choose_gated,
 )
 from nanovllm_kit.numerics import assert_close_report
 
@@ -62,6 +65,13 @@ MODELS = {  # hidden size, inputs of o_proj, outputs of qkv, intermediate size
     "32B/2": (5120, 4096, 5120, 12800),  # of one of two ranks
     "32B/4": (5120, 2048, 2560, 6400),
 }
+WIDE_PLANS = tuple(
+    TilePlan(block_n, block_k, 1, num_warps, num_stages)
+    for block_n, block_k, num_warps, num_stages in (
+        (64, 64, 4, 4), (64, 64, 8, 4), (64, 128, 4, 3),
+        (128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 4),
+    )
+)  # fmt: skip
 KERNELS, LAUNCHER = TritonKernels(dependent_launch=True), LinearLauncher(dependent_launch=True)
 
 
@@ -99,9 +109,11 @@ def floor_of(size: float, rows: int) -> float:
 def candidates(product: Product, rows: int) -> Iterator[LinearPlan]:
     """Plans worth a measurement: 16 to 128 weights a thread; up to three programs a processor.
 
-    None above TILE_ROWS, where cuBLAS computes all products.
+    Above TILE_ROWS of gate and up alone, and none above WIDE_ROWS.
     """
     if rows > TILE_ROWS:
+        if rows <= WIDE_ROWS and product.kind == "gated":
+            yield from WIDE_PLANS
         return
     padded = 1 << (product.inputs - 1).bit_length()
     if rows <= 2:
@@ -267,8 +279,43 @@ def layer(
     return run
 
 
+def layer_of_the_set(cases: dict[Product, Case]) -> Callable[[int], object]:
+    """The same by the operations of the kernel set: a norm sums the parts of a product."""
+    qkv, o_proj, gate_up, down = cases
+    residual, norm_weight = cases[o_proj].residual, cases[qkv].norm_weight
+    normed: Tensor | None = None
+
+    def weight(product: Product, index: int) -> Tensor:
+        return cases[product].weights[index % len(cases[product].weights)]
+
+    def add(x: Tensor, weight: Tensor) -> Tensor | None:
+        """The residual's norm, where the set has one operation for the sum and the norm."""
+        done = KERNELS.linear_add_norm(x, weight, residual, norm_weight, EPS)
+        if done is not None:
+            return done[1]
+        KERNELS.linear_add(x, weight, residual)
+        return None
+
+    def run(index: int) -> Tensor:
+        nonlocal normed
+        if normed is None:
+            hidden = KERNELS.norm_linear(residual, norm_weight, EPS, weight(qkv, index))
+        else:
+            hidden = KERNELS.linear(normed, weight(qkv, index))
+        normed = add(hidden[:, : o_proj.inputs], weight(o_proj, index))
+        if normed is None:
+            hidden = KERNELS.norm_gate_up(residual, norm_weight, EPS, weight(gate_up, index))
+        else:
+            hidden = KERNELS.gate_up(normed, weight(gate_up, index))
+        normed = add(hidden, weight(down, index))
+        return residual
+
+    return run
+
+
 def _chosen(product: Product, rows: int) -> LinearPlan | None:
-    return choose(rows, product.outputs, product.inputs, DTYPE)
+    rule = choose_gated if product.kind == "gated" else choose
+    return rule(rows, product.outputs, product.inputs, DTYPE)
 
 
 def short(plan: LinearPlan | None) -> str:
@@ -299,12 +346,10 @@ def measure_model(model: str, all_rows: Sequence[int], with_plans: bool) -> list
             fastest[product] = known.get(min(times, key=lambda name: times[name]))
             shape = {"outputs": product.outputs, "inputs": product.inputs}
             lines.append(_line(model, rows, product.name, product.size, times) | shape)
-        of: dict[str, dict[Product, LinearPlan | None]] = {
-            "cuBLAS": dict.fromkeys(cases),
-            "chosen": {product: _chosen(product, rows) for product in cases},
-            **({"fastest": fastest} if with_plans else {}),
-        }
-        times = {name: measure(layer(cases, of_name), layers) for name, of_name in of.items()}
+        by_cublas: dict[Product, LinearPlan | None] = dict.fromkeys(cases)
+        of = {"cuBLAS": layer(cases, by_cublas), "chosen": layer_of_the_set(cases)}
+        of |= {"fastest": layer(cases, fastest)} if with_plans else {}
+        times = {name: measure(run, layers) for name, run in of.items()}
         lines.append(_line(model, rows, "layer", size, times))
     return lines
 
@@ -346,7 +391,7 @@ def main() -> None:
         "--rows",
         type=int,
         nargs="+",
-        default=[1, 2, 4, 5, 8, 16, 33, 64, 96, 128, 256],
+        default=[1, 2, 4, 5, 8, 16, 33, 64, 65, 96, 128, 256],
     )
     parser.add_argument("--plans", action="store_true", help="time every plan, not the chosen only")
     parser.add_argument("--json", type=Path)

@@ -33,7 +33,13 @@ from nanovllm_kernels_triton.elementwise import (
 )
 from nanovllm_kernels_triton.experts import choose_norm_experts, run_experts, run_norm_experts
 from nanovllm_kernels_triton.linear import LinearLauncher
-from nanovllm_kernels_triton.linear_choice import LinearPlan, TilePlan, choose, choose_parts
+from nanovllm_kernels_triton.linear_choice import (
+    LinearPlan,
+    TilePlan,
+    choose,
+    choose_gated,
+    choose_parts,
+)
 from nanovllm_kernels_triton.norm_route import choose_norm_route, empty_logits, run_norm_route
 from nanovllm_kernels_triton.per_head import is_for_few_rows, run_linear_per_head
 from nanovllm_kernels_triton.prepare_latent import prepare_latent
@@ -44,6 +50,11 @@ _SILU_BLOCK = 1024
 _EMBED_BLOCK = 1024
 _HEADS_PER_PROGRAM = 8
 """Eight heads of 128 give each lane of one warp four 16-byte accesses, and enough programs."""
+_HEADS_OF_SOME_ROWS = 2
+"""Behind up to _FEW_ROWS, many programs would delay decode attention, which starts meanwhile. With
+more rows they end sooner, as long as programs of eight heads leave multiprocessors idle."""
+_FEW_ROWS = 8
+_MULTIPROCESSORS = 132
 
 
 def make_kernels(_options: BaseModel, device: torch.device) -> TritonKernels:
@@ -143,14 +154,14 @@ class TritonKernels(TorchKernels, RoutingKernels, MixtureKernels, GatedKernels, 
         weight_2FE: Tensor,
         bias_2F: Tensor | None = None,
     ) -> Tensor:
-        plan = choose(x_TE.shape[0], *weight_2FE.shape, x_TE.dtype)
+        plan = choose_gated(x_TE.shape[0], *weight_2FE.shape, x_TE.dtype)
         if plan is None or bias_2F is not None:
             normed_TE = self.rms_norm(x_TE, norm_weight_E, eps)
             return self.silu_and_mul(linear(normed_TE, weight_2FE, bias_2F))
         return self._after_norm(plan, x_TE, norm_weight_E, eps, weight_2FE, gated=True)
 
     def gate_up(self, x_TE: Tensor, weight_2FE: Tensor, bias_2F: Tensor | None = None) -> Tensor:
-        plan = choose(x_TE.shape[0], *weight_2FE.shape, x_TE.dtype)
+        plan = choose_gated(x_TE.shape[0], *weight_2FE.shape, x_TE.dtype)
         if isinstance(plan, TilePlan) and bias_2F is None:
             return self._linears.run(plan, x_TE, weight_2FE, gated=True)
         return self.silu_and_mul(self.linear(x_TE, weight_2FE, bias_2F))
@@ -204,7 +215,7 @@ class TritonKernels(TorchKernels, RoutingKernels, MixtureKernels, GatedKernels, 
         num_tokens, num_heads, num_kv_heads = qkv_TX.shape[0], prep.num_heads, prep.num_kv_heads
         head_size, rotary_size = prep.head_size, prep.cos_sin_cache.shape[1]
         q_THD = qkv_TX.new_empty((num_tokens, num_heads, head_size))
-        block_heads = min(_HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
+        block_heads = _heads_of_a_program(num_tokens, num_heads, num_kv_heads)
         q_groups = triton.cdiv(num_heads, block_heads)
         kv_groups = triton.cdiv(num_kv_heads, block_heads)
         prepare_qkv_kernel[(num_tokens, q_groups + 2 * kv_groups)](
@@ -336,3 +347,12 @@ class TritonKernels(TorchKernels, RoutingKernels, MixtureKernels, GatedKernels, 
         return self._linears.run(
             plan, x_TE, weight_XE, norm_weight_K=norm_weight_E, eps=eps, gated=gated
         )
+
+
+def _heads_of_a_program(num_tokens: int, num_heads: int, num_kv_heads: int) -> int:
+    """Of `prepare_qkv_kernel`; a power of two."""
+    most = _HEADS_PER_PROGRAM
+    programs = num_tokens * (triton.cdiv(num_heads, most) + 2 * triton.cdiv(num_kv_heads, most))
+    if num_tokens > _FEW_ROWS and programs <= _MULTIPROCESSORS:
+        most = _HEADS_OF_SOME_ROWS
+    return min(most, 1 << (num_heads - 1).bit_length())

@@ -2,13 +2,16 @@
 
 With few rows a product takes as long as its weight takes to stream, and cuBLAS is far from that;
 with many rows cuBLAS is better than these kernels. `benchmarks/linears.py` measures every candidate
-beside cuBLAS; its table, measured on an H200, is what the numbers below are set from.
+beside cuBLAS; its table, measured on an H200 (above TILE_ROWS on an H100), is what the numbers
+below are set from.
 
 | rows | dtype | kernel |
 |---|---|---|
 | 1; 2 where the weight is small, or in float32 | any | vector: whole weight rows in registers |
 | .. TILE_ROWS | float16, bfloat16 | tile: tensor cores, the inputs split where outputs are few |
 | 33 .. TILE_ROWS, for 67 to 95 tiles of too few inputs to split | as above | cuBLAS |
+| .. WIDE_ROWS, gate and up of enough outputs (`choose_gated`) | as above | tile |
+| .. WIDE_ROWS, few outputs, whose parts a norm sums (`choose_parts`) | as above | tile |
 | all others, or MAX_WEIGHTS exceeded | any | cuBLAS, norm and activation as kernels of their own |
 
 Rows of a weight of more than MAX_VECTOR_BYTES take the line below; so does float32 from 3 rows on.
@@ -26,6 +29,8 @@ import torch
 
 VECTOR_ROWS = 2
 TILE_ROWS = 64
+WIDE_ROWS = 128
+"""Up to so many, some products are faster where one kernel does what cuBLAS leaves to the next."""
 MAX_VECTOR_BYTES = 65536
 """Longer rows of a weight do not fit a program's registers."""
 MAX_TWO_ROW_WEIGHTS = 2**23
@@ -50,6 +55,18 @@ _VECTOR_WEIGHTS = 8192
 """Weights of a vector program, where that makes enough rows."""
 _WARP_BYTES = 8192
 """Of weights in the registers of a warp, all in flight at once: 64 registers of each thread."""
+
+# Of TILE_ROWS + 1 to WIDE_ROWS rows:
+_MOST_WASTE = 4 / 3
+"""Places of programs for each tile of gate and up, where they make more than one wave."""
+_SHORT_INPUTS = 2048
+"""Up to so many, few tiles of gate and up are not too long, and parts are of tiles of 32."""
+_PARTS_OUTPUTS = 1024
+"""Most outputs of which parts are made."""
+_MOST_PARTS = 8
+"""A norm reads all of them."""
+_LEAST_STEPS = 3
+"""Of a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +93,10 @@ LinearPlan = VectorPlan | TilePlan
 
 @lru_cache(maxsize=1024)
 def choose(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> LinearPlan | None:
-    """The plan for x [rows, inputs] by a weight [outputs, inputs]; None means cuBLAS.
-
-    Of a gated pair, `outputs` counts gate and up.
-    """
+    """The plan for x [rows, inputs] by a weight [outputs, inputs]; None means cuBLAS."""
     if rows < 1 or rows > TILE_ROWS or outputs * inputs > MAX_WEIGHTS:
         return None
-    half = dtype in (torch.float16, torch.bfloat16)
+    half = _is_half(dtype)
     most_rows = 1 if half and outputs * inputs > MAX_TWO_ROW_WEIGHTS else VECTOR_ROWS
     if rows <= most_rows and inputs * dtype.itemsize <= MAX_VECTOR_BYTES:
         return _vector_plan(inputs, dtype)
@@ -97,16 +111,32 @@ def choose(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> LinearPl
 
 
 @lru_cache(maxsize=1024)
+def choose_gated(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> LinearPlan | None:
+    """The plan of gate and up with the activation inside; `outputs` counts both."""
+    if rows <= TILE_ROWS:
+        return choose(rows, outputs, inputs, dtype)
+    if rows > WIDE_ROWS or outputs * inputs > MAX_WEIGHTS or not _is_half(dtype):
+        return None
+    return _wide_gated_plan(outputs, inputs)
+
+
+@lru_cache(maxsize=1024)
 def choose_parts(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> TilePlan | None:
     """The plan of a product whose parts the next kernel sums: None where it has one part.
 
     That kernel reads every part, so there are no more than fill the multiprocessors once.
     """
+    if TILE_ROWS < rows <= WIDE_ROWS and _is_half(dtype):
+        return _wide_parts_plan(outputs, inputs)
     plan = choose(rows, outputs, inputs, dtype)
     if not isinstance(plan, TilePlan):
         return None
     splits = min(plan.splits, _PROGRAMS // -(-outputs // plan.block_n))
     return replace(plan, splits=splits) if splits > 1 else None
+
+
+def _is_half(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float16, torch.bfloat16)
 
 
 def _vector_plan(inputs: int, dtype: torch.dtype) -> VectorPlan:
@@ -151,6 +181,33 @@ def _whole_tile_plan(few_rows: bool, tiles: int) -> TilePlan:
         return TilePlan(block_n=64, block_k=128, splits=1, num_warps=4, num_stages=num_stages)
     block_n = 64 if by_three <= _waste(-(-tiles // 2), 2 * _PROGRAMS) else 128
     return TilePlan(block_n=block_n, block_k=64, splits=1, num_warps=4, num_stages=4)
+
+
+def _wide_gated_plan(outputs: int, inputs: int) -> TilePlan | None:
+    """A program for each multiprocessor, or two, in one wave or with little waste.
+
+    None also where most multiprocessors would have no program, or one of many steps.
+    """
+    narrow, wide = -(-outputs // 64), -(-outputs // 128)
+    if narrow <= _PROGRAMS:
+        if 2 * narrow < _PROGRAMS or inputs > _SHORT_INPUTS:
+            return None
+        return TilePlan(block_n=64, block_k=128, splits=1, num_warps=4, num_stages=3)
+    if wide <= _PROGRAMS:
+        return TilePlan(block_n=128, block_k=64, splits=1, num_warps=8, num_stages=4)
+    if wide <= 2 * _PROGRAMS or _waste(wide, 2 * _PROGRAMS) <= _MOST_WASTE:
+        return TilePlan(block_n=128, block_k=64, splits=1, num_warps=8, num_stages=3)
+    return None
+
+
+def _wide_parts_plan(outputs: int, inputs: int) -> TilePlan | None:
+    """Of few outputs; longer inputs in more parts. With more outputs cuBLAS is faster."""
+    if outputs > _PARTS_OUTPUTS:
+        return None
+    block_n, block_k = 32 if inputs <= _SHORT_INPUTS else 64, 64
+    programs, steps = _PROGRAMS // -(-outputs // block_n), -(-inputs // block_k)
+    splits = min(programs, steps // _LEAST_STEPS, _MOST_PARTS)
+    return TilePlan(block_n, block_k, splits, num_warps=4, num_stages=4) if splits > 1 else None
 
 
 def _waste(tiles: int, resident: int) -> float:

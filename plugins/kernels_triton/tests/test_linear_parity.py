@@ -17,10 +17,12 @@ from nanovllm_kernels_triton.linear_choice import (
     MAX_WEIGHTS,
     TILE_ROWS,
     VECTOR_ROWS,
+    WIDE_ROWS,
     LinearPlan,
     TilePlan,
     VectorPlan,
     choose,
+    choose_gated,
     choose_parts,
 )
 from nanovllm_kit.numerics import assert_close_report
@@ -38,7 +40,7 @@ PLANS: dict[str, LinearPlan] = {
     "split": TilePlan(16, 32, splits=4, num_warps=4, num_stages=3),
     "uneven": TilePlan(16, 16, splits=3, num_warps=4, num_stages=3),
 }
-SHAPES = [(1, 32, 64), (3, 40, 100), (5, 22, 200), (37, 22, 100)]
+SHAPES = [(1, 32, 64), (3, 40, 100), (5, 22, 200), (37, 22, 100), (70, 22, 100)]
 """(rows, outputs, inputs): whole blocks, ends of blocks in all dimensions, x as wide operand."""
 
 
@@ -119,6 +121,23 @@ def test_the_kernel_set_equals_the_reference_whatever_it_chooses(
         assert_close_report(actual, expected, rel_norm=REL_NORM[dtype])
 
 
+@pytest.mark.parametrize("rows", [TILE_ROWS + 1, WIDE_ROWS])
+@pytest.mark.parametrize("tiles", [67, 133])
+def test_gate_and_up_of_more_rows_equal_their_reference(rows: int, tiles: int) -> None:
+    """By tiles with the activation inside, the last of which is not full."""
+    x, norm_weight, weight, _ = problem(rows, tiles * 64 - 16, 40, torch.float16)
+    assert choose_gated(rows, *weight.shape, torch.float16) is not None
+    with Launched() as launched:
+        actual = TritonKernels().gate_up(x, weight)
+        behind_norm = TritonKernels().norm_gate_up(x, norm_weight, EPS, weight)
+    assert launched.names == []
+    reference = TorchKernels()
+    expected = reference.silu_and_mul(reference.linear(x, weight))
+    assert_close_report(actual, expected, rel_norm=1e-3)
+    expected = reference.norm_gate_up(x, norm_weight, EPS, weight)
+    assert_close_report(behind_norm, expected, rel_norm=1e-3)
+
+
 @pytest.mark.parametrize("rows", [1, 4, TILE_ROWS + 1])
 def test_a_residual_is_summed_in_place(rows: int) -> None:
     """What is returned is the residual itself: no other memory is written."""
@@ -160,8 +179,8 @@ def test_a_bias_is_a_launch_of_its_own_behind_a_residual_alone(rows: int) -> Non
     assert launched.names == (["add_"] if rows <= TILE_ROWS else ["addmm_", "add_"])
 
 
-@pytest.mark.parametrize("rows", [3, 17, TILE_ROWS])
-@pytest.mark.parametrize("outputs", [40, 1100])
+@pytest.mark.parametrize("rows", [3, 17, TILE_ROWS, WIDE_ROWS])
+@pytest.mark.parametrize("outputs", [40, 1000, 1100])
 def test_parts_that_the_norm_sums_have_the_bits_of_those_that_tickets_sum(
     rows: int, outputs: int
 ) -> None:
@@ -169,7 +188,9 @@ def test_parts_that_the_norm_sums_have_the_bits_of_those_that_tickets_sum(
     x, _, weight, residual = problem(rows, outputs, 1100, torch.float16)
     norm_weight = random(outputs, dtype=torch.float16, seed=4)
     plan = choose_parts(rows, outputs, 1100, torch.float16)
-    assert plan is not None
+    if plan is None:
+        assert (rows, outputs) == (WIDE_ROWS, 1100), "more outputs of many rows stay with cuBLAS"
+        return
     expected = LinearLauncher().run(plan, x, weight, residual_TN=residual.clone())
     gaps = torch.stack((residual, residual), dim=1)[:, 0]
     result = TritonKernels().linear_add_norm(x, weight, gaps, norm_weight, EPS)
@@ -185,7 +206,7 @@ def test_a_product_of_one_part_is_left_to_two_kernels() -> None:
     half = torch.float16
     for rows, inputs, dtype, biased in (
         (1, 1100, half, False),
-        (TILE_ROWS + 1, 1100, half, False),
+        (WIDE_ROWS + 1, 1100, half, False),
         (3, 64, half, False),
         (3, 1100, torch.float32, False),
         (3, 1100, half, True),
@@ -279,22 +300,47 @@ def test_a_split_is_one_wave_and_leaves_no_part_empty(rows: int, outputs: int, i
 
 
 @given(
-    rows=st.integers(1, TILE_ROWS + 1),
+    rows=st.integers(1, WIDE_ROWS + 1),
     outputs=st.integers(1, 1 << 14),
     inputs=st.integers(1, 1 << 15),
 )
 def test_parts_for_the_norm_fill_the_multiprocessors_once(
     rows: int, outputs: int, inputs: int
 ) -> None:
-    """There are two or more, and no more than where tickets sum them."""
+    """There are two or more, and no more than where tickets sum them, or of more rows than 8."""
     split, parts = (f(rows, outputs, inputs, torch.bfloat16) for f in (choose, choose_parts))
     if parts is None:
         is_split = isinstance(split, TilePlan) and split.splits > 1
         assert not is_split or 2 * _tiles(split, outputs) > 132
         return
-    assert isinstance(split, TilePlan)
-    assert 2 <= parts.splits <= split.splits
+    most = split.splits if isinstance(split, TilePlan) else 8
+    assert 2 <= parts.splits <= most
     assert _tiles(parts, outputs) * parts.splits <= 132
+    assert -(-inputs // parts.block_k) // parts.splits >= 2
+
+
+@given(
+    rows=st.integers(TILE_ROWS + 1, WIDE_ROWS + 1),
+    outputs=st.integers(1, 1 << 16),
+    inputs=st.integers(1, 1 << 15),
+)
+def test_gate_and_up_of_more_rows_take_tiles_that_fill_their_waves(
+    rows: int, outputs: int, inputs: int
+) -> None:
+    """One wave in which half of the multiprocessors work at least, or more with few idle places."""
+    plan = choose_gated(rows, outputs, inputs, torch.bfloat16)
+    assert choose_gated(rows, outputs, inputs, torch.float32) is None
+    if rows > WIDE_ROWS or outputs * inputs > MAX_WEIGHTS:
+        assert plan is None
+    if plan is None:
+        return
+    assert isinstance(plan, TilePlan)
+    assert plan.splits == 1
+    stage = (128 + plan.block_n) * plan.block_k * 2
+    resident = 227 * 1024 // (plan.num_stages * stage) * 132
+    tiles = _tiles(plan, outputs)
+    assert tiles >= 66
+    assert tiles <= resident or 3 * -(-tiles // resident) * resident <= 4 * tiles
 
 
 def _tiles(plan: TilePlan, outputs: int) -> int:

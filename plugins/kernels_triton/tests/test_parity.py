@@ -99,20 +99,22 @@ def test_silu_and_mul_stays_finite_for_large_gates(gate: float) -> None:
         ((1, 1), 48, 24),
     ],
 )
+@pytest.mark.parametrize("num_tokens", [5, 11])
 def test_prepare_qkv_equals_its_reference(
-    heads: tuple[int, int], head_size: int, rotary: int, dtype: torch.dtype
+    num_tokens: int, heads: tuple[int, int], head_size: int, rotary: int, dtype: torch.dtype
 ) -> None:
-    """q, and every element of both caches, padded tokens included."""
+    """q, and every element of both caches, padded tokens included; by eight heads, and by two."""
     prep = make_prep(heads, head_size, rotary, dtype)
-    qkv_TX = random(5, (heads[0] + 2 * heads[1]) * head_size, dtype=dtype)
-    positions = torch.tensor([0, 63, 5, 0, 17], dtype=torch.int32, device=DEVICE)
-    slots = torch.tensor([3, 11, 4, -1, 0], device=DEVICE)
+    qkv_TX = random(num_tokens, (heads[0] + 2 * heads[1]) * head_size, dtype=dtype)
+    numbers = [0, 63, 5, 0, 17, 1, 30, 2, 8, 0, 62][:num_tokens]
+    positions = torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor([3, 11, 4, -1, 0, 1, 2, 5, -1, 7, 8][:num_tokens], device=DEVICE)
     results = []
     for kernels in (TritonKernels(), TorchKernels()):
         shape = (3, 4, heads[1], head_size)
         caches = (torch.full(shape, 9.0, dtype=dtype, device=DEVICE), random(*shape, dtype=dtype))
         q = prepare(kernels, qkv_TX, prep, positions, slots, caches)
-        assert q.shape == (5, heads[0], head_size)
+        assert q.shape == (num_tokens, heads[0], head_size)
         assert q.is_contiguous()
         results.append((q, *caches))
     for actual, expected in zip(*results, strict=True):
