@@ -2,8 +2,7 @@
 
 With few rows a product takes as long as its weight takes to stream, and cuBLAS is far from that;
 with many rows cuBLAS is better than these kernels. `benchmarks/linears.py` measures every candidate
-beside cuBLAS; its table, measured on an H200 (above TILE_ROWS on an H100), is what the numbers
-below are set from.
+beside cuBLAS; its tables, measured on H200s, are what the numbers below are set from.
 
 | rows | dtype | kernel |
 |---|---|---|
@@ -58,9 +57,9 @@ _WARP_BYTES = 8192
 
 # Of TILE_ROWS + 1 to WIDE_ROWS rows:
 _MOST_WASTE = 4 / 3
-"""Places of programs for each tile of gate and up, where they make more than one wave."""
+"""Places of programs for each tile of gate and up."""
 _SHORT_INPUTS = 2048
-"""Up to so many, few tiles of gate and up are not too long, and parts are of tiles of 32."""
+"""Up to so many, a program for each multiprocessor is enough, and parts are of tiles of 32."""
 _PARTS_OUTPUTS = 1024
 """Most outputs of which parts are made."""
 _MOST_PARTS = 8
@@ -184,18 +183,16 @@ def _whole_tile_plan(few_rows: bool, tiles: int) -> TilePlan:
 
 
 def _wide_gated_plan(outputs: int, inputs: int) -> TilePlan | None:
-    """A program for each multiprocessor, or two, in one wave or with little waste.
+    """Two programs a multiprocessor, in waves that are full enough; of short inputs one program.
 
-    None also where most multiprocessors would have no program, or one of many steps.
+    With others, and where most multiprocessors would have no program, cuBLAS is faster.
     """
     narrow, wide = -(-outputs // 64), -(-outputs // 128)
-    if narrow <= _PROGRAMS:
-        if 2 * narrow < _PROGRAMS or inputs > _SHORT_INPUTS:
-            return None
+    if inputs <= _SHORT_INPUTS and _PROGRAMS <= 2 * narrow <= 2 * _PROGRAMS:
         return TilePlan(block_n=64, block_k=128, splits=1, num_warps=4, num_stages=3)
-    if wide <= _PROGRAMS:
+    if inputs <= _SHORT_INPUTS and narrow > _PROGRAMS >= wide:
         return TilePlan(block_n=128, block_k=64, splits=1, num_warps=8, num_stages=4)
-    if wide <= 2 * _PROGRAMS or _waste(wide, 2 * _PROGRAMS) <= _MOST_WASTE:
+    if wide > _PROGRAMS and _waste(wide, 2 * _PROGRAMS) <= _MOST_WASTE:
         return TilePlan(block_n=128, block_k=64, splits=1, num_warps=8, num_stages=3)
     return None
 

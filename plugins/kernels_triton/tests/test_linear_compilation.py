@@ -101,7 +101,7 @@ def parts_job(name: str, rows: int) -> AotJob:
     return replace(job, constexprs=constexprs, signature=signature, num_stages=plan.num_stages)
 
 
-WIDE = ("gate_up", "1.7b-gate_up", "8b-gate_up")
+WIDE = ("gate_up", "1.7b-gate_up", "32b-gate_up")
 """Each of another plan, at 65 to 128 rows."""
 JOBS = {
     **{
@@ -191,7 +191,7 @@ def test_gate_and_up_of_more_rows_leave_room_for_as_many_programs_as_are_meant(
     """One on a multiprocessor of tiles in one wave, two of smaller or shorter ones."""
     report = reports[f"tile-{name}-128-dependent"]
     assert "wgmma.mma_async" in report.ptx
-    assert 227 * 1024 // report.shared == (2 if name.startswith("8b") else 1)
+    assert 227 * 1024 // report.shared == (2 if name.startswith("32b") else 1)
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

@@ -327,7 +327,7 @@ def test_parts_for_the_norm_fill_the_multiprocessors_once(
 def test_gate_and_up_of_more_rows_take_tiles_that_fill_their_waves(
     rows: int, outputs: int, inputs: int
 ) -> None:
-    """One wave in which half of the multiprocessors work at least, or more with few idle places."""
+    """One wave in which half of the multiprocessors work, or waves with few idle places."""
     plan = choose_gated(rows, outputs, inputs, torch.bfloat16)
     assert choose_gated(rows, outputs, inputs, torch.float32) is None
     if rows > WIDE_ROWS or outputs * inputs > MAX_WEIGHTS:
