@@ -58,18 +58,23 @@ def load_weights(
     Reads `model.safetensors`, or the files that `model.safetensors.index.json` lists, as
     transformers does; with neither every `model*.safetensors`, or else every `*.safetensors`.
     Others beside these, such as `consolidated.safetensors`, are left alone.
-    `tied`: the embedding and the head share a parameter; it is loaded under its first name, and a
-    second copy in the checkpoint is left out. Tensors are converted to the parameter's dtype;
-    float8 is multiplied by its scales, for a model with a `weight_block_size`.
+    `tied`: the embedding and the head share a parameter. It is loaded under its first name, or
+    under the other where the files lack the first, as those of safetensors' `save_model` do. A
+    second copy is left out. Tensors are converted to the parameter's dtype; float8 is multiplied by
+    its scales, for a model with a `weight_block_size`.
     Raises WeightsError, before anything is copied, for weights that are missing, unexpected,
     double, quantised or of the wrong shape, for a second copy that differs, and for files that are
     missing or cannot be read.
     The caller calls `finalize_layers` afterwards.
     """
     folder = Path(checkpoint_dir)
-    slots, unwanted = _slots(model, tied)
+    slots, aliases = _slots(model, tied)
+    unwanted = {*aliases, *cast(CausalLM, model).ignored_weights}
     headers = _read_headers(_weight_files(folder))
     files = {name: file for file, header in headers.items() for name in header}
+    for alias, first in aliases.items():
+        if alias in files and first not in files:
+            slots[alias] = slots.pop(first)
     block_size: Sequence[int] = getattr(model, "weight_block_size", None) or ()
     shapes = {name: slot.shape for name, slot in slots.items()}
     if block_size:
@@ -159,8 +164,8 @@ class _Slot:
                 self.parameter.weight_loader(self.parameter, part, shard_id)
 
 
-def _slots(model: nn.Module, tied: bool) -> tuple[dict[str, _Slot], set[str]]:
-    """Every name a checkpoint must hold, and the names it may hold in vain."""
+def _slots(model: nn.Module, tied: bool) -> tuple[dict[str, _Slot], dict[str, str]]:
+    """Every name a checkpoint must hold, and the further names of parameters that have several."""
     contract = cast(CausalLM, model)
     sources: _Sources = {}
     for source, entry in contract.packed_modules.items():
@@ -173,7 +178,9 @@ def _slots(model: nn.Module, tied: bool) -> tuple[dict[str, _Slot], set[str]]:
         together = (shards,) if isinstance(shards, str | int) else tuple(shards)
         sources |= {(module, shard_id): (source, together) for shard_id in together}
     parameters = dict(model.named_parameters())
-    aliases = {n for n, _ in model.named_parameters(remove_duplicate=False)} - parameters.keys()
+    names = {parameter: name for name, parameter in parameters.items()}
+    every = model.named_parameters(remove_duplicate=False)
+    aliases = {name: names[one] for name, one in every if name not in parameters}
     if aliases and not tied:
         raise PluginLoadError(
             f"{type(model).__name__} shares {', '.join(sorted(aliases))} with another parameter, "
@@ -185,7 +192,7 @@ def _slots(model: nn.Module, tied: bool) -> tuple[dict[str, _Slot], set[str]]:
         own = _checkpoint_tensors(name, checked.shard_shapes, sources)
         shared = Lock(), torch.cuda.current_stream(checked.device) if checked.is_cuda else None
         slots |= {source: _Slot(checked, shard_ids, *shared) for source, shard_ids in own.items()}
-    return slots, aliases | set(contract.ignored_weights)
+    return slots, aliases
 
 
 def _checked(name: str, parameter: nn.Parameter) -> ModelParameter:

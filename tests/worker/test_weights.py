@@ -180,6 +180,25 @@ def test_tied_embeddings_need_no_head(head: str, tmp_path: Path) -> None:
     assert_holds(model, tensors)
 
 
+@pytest.mark.parametrize("files", ["one", "shards"])
+def test_a_tied_embedding_may_be_stored_as_the_head_alone(files: str, tmp_path: Path) -> None:
+    """As safetensors' `save_model` stores it, which keeps one of the two names."""
+    expected = checkpoint(head__weight=None)
+    tensors = {**expected, "head.weight": expected["embed.weight"]}
+    del tensors["embed.weight"]
+    (save if files == "one" else save_sharded)(tmp_path, tensors)
+    model = TinyModel(tied=True)
+    load_weights(model, tmp_path, tied=True)
+    assert_holds(model, expected)
+
+
+def test_a_tied_embedding_that_is_stored_under_neither_name_is_missing(tmp_path: Path) -> None:
+    """Under its first name, which transformers saves."""
+    save(tmp_path, checkpoint(head__weight=None, embed__weight=None))
+    with pytest.raises(WeightsError, match=r"1 missing: embed\.weight"):
+        load_weights(TinyModel(tied=True), tmp_path, tied=True)
+
+
 @pytest.mark.parametrize("head", [torch.ones(6, 8), torch.ones(8, 6)], ids=["number", "shape"])
 def test_a_tied_head_of_its_own_is_refused(head: Tensor, tmp_path: Path) -> None:
     """Transformers uses the stored head, so leaving it out would give other logits."""
