@@ -106,13 +106,14 @@ def validate_entries(entries: Sequence[Entry], paths: Sequence[Path]) -> list[Do
 
 def _read_project(folder: Path) -> Mapping[str, Any]:
     file = folder / "pyproject.toml"
+    remedy = "give the folder of a package, or the name of an installed plugin"
     try:
-        project: Mapping[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
     except (OSError, ValueError, KeyError) as error:
-        raise PluginNotFoundError(
-            f"{_why_no_package(file, error)}; give the folder of a package, or the name of an "
-            "installed plugin"
-        ) from error
+        raise PluginNotFoundError(f"{_why_no_package(file, error)}; {remedy}") from error
+    if not isinstance(project, dict):
+        problem = f"{file} has no [project] table, but project = {shown(project)}"
+        raise PluginNotFoundError(f"{problem}; {remedy}")
     return project
 
 
@@ -166,7 +167,11 @@ def _check_readme(folder: Path, project: Mapping[str, Any]) -> DoctorCheck:
 
 
 def _check_requires_core(project: Mapping[str, Any]) -> DoctorCheck:
-    found = core_requirement(map(str, project.get("dependencies", ())))
+    lines = project.get("dependencies", [])
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        must = f'it must be a list of texts, as in ["{CORE}>=VERSION"]'
+        return _wrong("dependencies", f"project.dependencies is {shown(lines)}; {must}")
+    found = core_requirement(lines)
     if found or project.get("name") == CORE:
         return DoctorCheck("dependencies", True, str(found or f"it is {CORE}"))
     return DoctorCheck(

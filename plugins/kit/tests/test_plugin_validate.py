@@ -105,6 +105,19 @@ def test_entry_points_that_are_no_tables_are_named(tmp_path: Path) -> None:
     assert found.startswith("entry points: project.entry-points is 'x'; it must be a table of tabl")
 
 
+@pytest.mark.parametrize("found", ["3", '"nanovllm-core>=0.1"', "[3]"])
+def test_dependencies_that_are_no_list_of_texts_are_named(found: str, package: Path) -> None:
+    """pip refuses them; a text is not taken for a list of letters."""
+    project = package / "pyproject.toml"
+    text = re.sub(
+        r"^dependencies = .*?\]$", f"dependencies = {found}", project.read_text(), flags=re.M
+    )
+    project.write_text(text)
+    [problem] = wrong(package)
+    assert problem.startswith("dependencies: project.dependencies is ")
+    assert 'it must be a list of texts, as in ["nanovllm-core>=VERSION"]' in problem
+
+
 def test_a_package_of_an_unknown_distribution_is_not_ascribed_to_one(package: Path) -> None:
     change(package / "nanovllm_scheduler_fair/plugin.py", "contract=1", "contract=99")
     [found] = wrong(package)
@@ -158,6 +171,7 @@ def test_what_is_no_package_is_told_in_words_and_not_as_an_errno(tmp_path: Path)
         (None, "holds no pyproject.toml; give the folder of a package"),
         ("[tool]", r"has no \[project\] table"),
         ("no toml [", "cannot be read: "),
+        ("project = 'x'", r"has no \[project\] table, but project = 'x'; give the folder"),
     ):
         if text is not None:
             (tmp_path / "pyproject.toml").write_text(text)
