@@ -53,7 +53,7 @@ class TestCopy:
         (Routing(top_k=2, scoring="sigmoid", num_shared=2), True),
     ])
     def test_norm_experts(self, routing, has_bias, monkeypatch):
-        monkeypatch.setattr(norm_route, "_PROGRAMS", 10)
+        monkeypatch.setattr(norm_route, "MULTIPROCESSORS", 10)
         monkeypatch.setattr(norm_rank, "empty_choice", no_choice)
         torch.manual_seed(0)
         kernels, reference = TritonKernels(), TorchKernels()
@@ -95,7 +95,7 @@ class TestCopy:
 
     @pytest.fixture(autouse=True)
     def few_programs(self, monkeypatch):
-        monkeypatch.setattr(experts, "PROCESSORS", 2)
+        monkeypatch.setattr(experts, "MULTIPROCESSORS", 2)
 
     @pytest.mark.parametrize("lanes", [1, 4])
     def test_few_pairs(self, lanes):

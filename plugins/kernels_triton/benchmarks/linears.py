@@ -41,6 +41,7 @@ from nanovllm_kernels_triton.linear_choice import (
     choose,
     choose_gated,
 )
+from nanovllm_kernels_triton.multiprocessors import MULTIPROCESSORS
 from nanovllm_kit.numerics import assert_close_report
 
 BANDWIDTH = 4.3e12
@@ -49,7 +50,6 @@ MATMUL_RATE = 8e14
 """Operations per second, about, of a large product in bfloat16 there."""
 STREAMED_BYTES = 320e6
 """Weights in rotation: several times the L2 cache."""
-MULTIPROCESSORS = 132
 SHARED_BYTES = 226 * 1024
 """Of a multiprocessor, for the stages of its programs."""
 EPS, DTYPE, DEVICE = 1e-6, torch.bfloat16, torch.device("cuda")

@@ -17,7 +17,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm_core.api import Routing
 from nanovllm_kernels_triton.experts_choice import (
-    PROCESSORS,
     ExpertsPlan,
     FewExperts,
     FewPlan,
@@ -33,6 +32,7 @@ from nanovllm_kernels_triton.experts_many import (
     place_pairs_kernel,
     sort_pairs_kernel,
 )
+from nanovllm_kernels_triton.multiprocessors import MULTIPROCESSORS
 from nanovllm_kernels_triton.norm_rank import choose_norm_rank, run_norm_rank
 from nanovllm_kernels_triton.norm_route import EMPTY, NormRoutePlan
 
@@ -61,7 +61,7 @@ class Order(NamedTuple):
     def programs(self, plan: GroupedPlan, outputs: int, block_n: int) -> int:
         """No more than there can be tiles, or than are resident at once."""
         most: int = self.tiles.shape[1] * triton.cdiv(outputs, block_n)
-        return min(most, plan.per_processor * PROCESSORS)
+        return min(most, plan.per_processor * MULTIPROCESSORS)
 
 
 def run_experts(
@@ -137,7 +137,7 @@ def shared_memory_of(device: torch.device) -> int:
 def multiprocessors_of(device: torch.device) -> int:
     """Those of an H200 for the interpreter."""
     if device.type != "cuda":
-        return PROCESSORS
+        return MULTIPROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -149,7 +149,7 @@ def few_gate_up(
     intermediate, hidden = gate_up_N2FE.shape[1] // 2, gate_up_N2FE.shape[2]
     hidden_PF = x_TE.new_empty((num_pairs, intermediate))
     tiles = num_pairs * triton.cdiv(intermediate, plan.block_n // 2)
-    few_gate_up_kernel[(min(tiles, plan.per_processor * PROCESSORS),)](
+    few_gate_up_kernel[(min(tiles, plan.per_processor * MULTIPROCESSORS),)](
         x_TE, ids_TC, gate_up_N2FE, hidden_PF, num_pairs, x_TE.stride(0),
         CHOSEN=chosen, OUTPUTS=intermediate, INPUTS=hidden, BLOCK_N=plan.block_n // 2,
         LANES=plan.lanes, SIGNAL=plan.signal, **_loop(plan), **options,
@@ -172,7 +172,7 @@ def few_down(
     if out_TE is None:
         out_TE = hidden_PF.new_empty((num_tokens, hidden))
     tiles = num_tokens * triton.cdiv(hidden, plan.block_n)
-    few_down_kernel[(min(tiles, plan.per_processor * PROCESSORS),)](
+    few_down_kernel[(min(tiles, plan.per_processor * MULTIPROCESSORS),)](
         hidden_PF, weights_TC, ids_TC, down_NEF, out_TE, passed, num_tokens, out_TE.stride(0),
         PASSED=num_passed, SCALE=scale, CHOSEN=chosen,
         OUTPUTS=hidden, INPUTS=intermediate, ADD=residual_TE is not None,

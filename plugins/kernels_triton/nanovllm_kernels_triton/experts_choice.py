@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from nanovllm_kernels_triton.multiprocessors import MULTIPROCESSORS
+
 FEW_SHARE = 0.85
 """Of all pairs, those that would be left if each expert were chosen once. On an H200 sorted pairs
 were as fast at 0.86 (six tokens that choose 8 of 128 experts), 3 % faster at 0.79 and 6 % slower at
@@ -22,9 +24,6 @@ were as fast at 0.86 (six tokens that choose 8 of 128 experts), 3 % faster at 0.
 DENSE_SHARED_TOKENS = 4096
 """From here on shared experts are dense products of cuBLAS. On an H200 it reaches up to 790 TFLOP/s
 and grouped products 520, which is more than the further kernels cost."""
-
-PROCESSORS = 132
-"""The multiprocessors of an H100 or H200. A guide, not a limit."""
 
 _STEP_BYTES = 16384
 """Of weights in a step of `experts_few`."""
@@ -153,7 +152,7 @@ def _few_plan(tokens: int, outputs: int, inputs: int, itemsize: int) -> FewPlan:
         tiles = tokens * -(-outputs // block_n)
         return -(-tiles // programs) * (block_n + 1)
 
-    programs = FewPlan(1, 1).per_processor * PROCESSORS
+    programs = FewPlan(1, 1).per_processor * MULTIPROCESSORS
     powers = [1 << power for power in range(tokens.bit_length())]
     sizes = [min(_FEW_SIZES, key=lambda size: busiest(size, power)) for power in powers]
     block_n = min(sizes, key=lambda size: busiest(size, tokens))

@@ -43,18 +43,11 @@ from nanovllm_kernels_triton.linear_choice import (
 from nanovllm_kernels_triton.norm_route import choose_norm_route, empty_logits, run_norm_route
 from nanovllm_kernels_triton.per_head import is_for_few_rows, run_linear_per_head
 from nanovllm_kernels_triton.prepare_latent import prepare_latent
-from nanovllm_kernels_triton.prepare_qkv import prepare_qkv_kernel
+from nanovllm_kernels_triton.prepare_qkv import prepare_qkv
 from nanovllm_kernels_triton.route import run_route
 
 _SILU_BLOCK = 1024
 _EMBED_BLOCK = 1024
-_HEADS_PER_PROGRAM = 8
-"""Eight heads of 128 give each lane of one warp four 16-byte accesses, and enough programs."""
-_HEADS_OF_SOME_ROWS = 2
-"""Behind up to _FEW_ROWS, many programs would delay decode attention, which starts meanwhile. With
-more rows they end sooner, as long as programs of eight heads leave multiprocessors idle."""
-_FEW_ROWS = 8
-_MULTIPROCESSORS = 132
 
 
 def make_kernels(_options: BaseModel, device: torch.device) -> TritonKernels:
@@ -212,30 +205,9 @@ class TritonKernels(TorchKernels, RoutingKernels, MixtureKernels, GatedKernels, 
         k_cache_NPKD: Tensor,
         v_cache_NPKD: Tensor,
     ) -> Tensor:
-        num_tokens, num_heads, num_kv_heads = qkv_TX.shape[0], prep.num_heads, prep.num_kv_heads
-        head_size, rotary_size = prep.head_size, prep.cos_sin_cache.shape[1]
-        q_THD = qkv_TX.new_empty((num_tokens, num_heads, head_size))
-        block_heads = _heads_of_a_program(num_tokens, num_heads, num_kv_heads)
-        q_groups = triton.cdiv(num_heads, block_heads)
-        kv_groups = triton.cdiv(num_kv_heads, block_heads)
-        prepare_qkv_kernel[(num_tokens, q_groups + 2 * kv_groups)](
-            qkv_TX, prep.q_norm_weight, prep.k_norm_weight, prep.cos_sin_cache,
-            positions_T, slot_mapping_T, q_THD, k_cache_NPKD, v_cache_NPKD,
-            qkv_TX.stride(0), *k_cache_NPKD.stride()[:3], *v_cache_NPKD.stride()[:3],
-            EPS=prep.eps,
-            NUM_HEADS=num_heads,
-            NUM_KV_HEADS=num_kv_heads,
-            HEAD_SIZE=head_size,
-            HALF=rotary_size // 2,
-            BLOCK_SIZE=k_cache_NPKD.shape[1],
-            BLOCK_HEADS=block_heads,
-            BLOCK_HALF=triton.next_power_of_2(rotary_size // 2),
-            BLOCK_REST=triton.next_power_of_2(head_size - rotary_size),
-            BLOCK_HEAD=triton.next_power_of_2(head_size),
-            num_warps=1,
-            **self._options,
-        )  # fmt: skip
-        return q_THD
+        return prepare_qkv(
+            qkv_TX, prep, positions_T, slot_mapping_T, k_cache_NPKD, v_cache_NPKD, self._options
+        )
 
     def prepare_latent(
         self,
@@ -347,12 +319,3 @@ class TritonKernels(TorchKernels, RoutingKernels, MixtureKernels, GatedKernels, 
         return self._linears.run(
             plan, x_TE, weight_XE, norm_weight_K=norm_weight_E, eps=eps, gated=gated
         )
-
-
-def _heads_of_a_program(num_tokens: int, num_heads: int, num_kv_heads: int) -> int:
-    """Of `prepare_qkv_kernel`; a power of two."""
-    most = _HEADS_PER_PROGRAM
-    programs = num_tokens * (triton.cdiv(num_heads, most) + 2 * triton.cdiv(num_kv_heads, most))
-    if num_tokens > _FEW_ROWS and programs <= _MULTIPROCESSORS:
-        most = _HEADS_OF_SOME_ROWS
-    return min(most, 1 << (num_heads - 1).bit_length())

@@ -26,6 +26,8 @@ from functools import lru_cache
 
 import torch
 
+from nanovllm_kernels_triton.multiprocessors import MULTIPROCESSORS
+
 VECTOR_ROWS = 2
 TILE_ROWS = 64
 WIDE_ROWS = 128
@@ -36,9 +38,6 @@ MAX_TWO_ROW_WEIGHTS = 2**23
 """With two rows the vector kernel is bound by arithmetic, which a short stream hides."""
 MAX_WEIGHTS = 2**31 - 1
 """OUTPUTS * INPUTS is a constant of 32 bits in the kernels."""
-
-_PROGRAMS = 132
-"""Programs that fill a GPU: the multiprocessors of an H100 or H200. A guide, not a limit."""
 
 _FEW_ROWS = 32
 """Up to so many, a stage takes so little shared memory that twice as many programs are resident."""
@@ -130,7 +129,7 @@ def choose_parts(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> Ti
     plan = choose(rows, outputs, inputs, dtype)
     if not isinstance(plan, TilePlan):
         return None
-    splits = min(plan.splits, _PROGRAMS // -(-outputs // plan.block_n))
+    splits = min(plan.splits, MULTIPROCESSORS // -(-outputs // plan.block_n))
     return replace(plan, splits=splits) if splits > 1 else None
 
 
@@ -147,21 +146,21 @@ def _vector_plan(inputs: int, dtype: torch.dtype) -> VectorPlan:
 def _narrow_tile_plan(few_rows: bool, outputs: int, inputs: int) -> TilePlan:
     """As many parts as give every multiprocessor a program, of two steps or four at least."""
     block_k, num_stages, least = (256, 3, 2) if few_rows else (128, 4, 4)
-    splits = min(_PROGRAMS // -(-outputs // 32), -(-inputs // block_k) // least)
+    splits = min(MULTIPROCESSORS // -(-outputs // 32), -(-inputs // block_k) // least)
     return TilePlan(32, block_k, max(splits, 1), num_warps=4, num_stages=num_stages)
 
 
 def _split_tile_plan(few_rows: bool, tiles: int, steps: int) -> TilePlan | None:
     """A program or two for each multiprocessor, by parts of the inputs, where parts are long."""
-    half_idle = 2 * tiles <= _PROGRAMS
-    splits = (2 if few_rows or not half_idle else 1) * _PROGRAMS // tiles
-    if 3 * tiles <= _PROGRAMS:
+    half_idle = 2 * tiles <= MULTIPROCESSORS
+    splits = (2 if few_rows or not half_idle else 1) * MULTIPROCESSORS // tiles
+    if 3 * tiles <= MULTIPROCESSORS:
         splits = max(min(splits, steps // _PART_STEPS), 1)
     elif steps < splits * _PARTS_STEPS[few_rows][not half_idle]:
         if not few_rows and not half_idle:
             return None
         splits = 1
-    num_stages = 4 if few_rows or tiles * splits <= _PROGRAMS else 3
+    num_stages = 4 if few_rows or tiles * splits <= MULTIPROCESSORS else 3
     return TilePlan(block_n=64, block_k=128, splits=splits, num_warps=4, num_stages=num_stages)
 
 
@@ -171,14 +170,14 @@ def _whole_tile_plan(few_rows: bool, tiles: int) -> TilePlan:
     Programs of short steps are resident three at a time; of four long stages, or of twice the
     outputs, two.
     """
-    if tiles <= 2 * _PROGRAMS:
-        num_stages = 4 if few_rows or tiles <= _PROGRAMS else 3
+    if tiles <= 2 * MULTIPROCESSORS:
+        num_stages = 4 if few_rows or tiles <= MULTIPROCESSORS else 3
         return TilePlan(block_n=64, block_k=128, splits=1, num_warps=4, num_stages=num_stages)
-    by_three = _waste(tiles, 3 * _PROGRAMS)
+    by_three = _waste(tiles, 3 * MULTIPROCESSORS)
     if few_rows:
-        num_stages = 3 if by_three <= _waste(tiles, 2 * _PROGRAMS) else 4
+        num_stages = 3 if by_three <= _waste(tiles, 2 * MULTIPROCESSORS) else 4
         return TilePlan(block_n=64, block_k=128, splits=1, num_warps=4, num_stages=num_stages)
-    block_n = 64 if by_three <= _waste(-(-tiles // 2), 2 * _PROGRAMS) else 128
+    block_n = 64 if by_three <= _waste(-(-tiles // 2), 2 * MULTIPROCESSORS) else 128
     return TilePlan(block_n=block_n, block_k=64, splits=1, num_warps=4, num_stages=4)
 
 
@@ -188,11 +187,11 @@ def _wide_gated_plan(outputs: int, inputs: int) -> TilePlan | None:
     With others, and where most multiprocessors would have no program, cuBLAS is faster.
     """
     narrow, wide = -(-outputs // 64), -(-outputs // 128)
-    if inputs <= _SHORT_INPUTS and _PROGRAMS <= 2 * narrow <= 2 * _PROGRAMS:
+    if inputs <= _SHORT_INPUTS and MULTIPROCESSORS <= 2 * narrow <= 2 * MULTIPROCESSORS:
         return TilePlan(block_n=64, block_k=128, splits=1, num_warps=4, num_stages=3)
-    if inputs <= _SHORT_INPUTS and narrow > _PROGRAMS >= wide:
+    if inputs <= _SHORT_INPUTS and narrow > MULTIPROCESSORS >= wide:
         return TilePlan(block_n=128, block_k=64, splits=1, num_warps=8, num_stages=4)
-    if wide > _PROGRAMS and _waste(wide, 2 * _PROGRAMS) <= _MOST_WASTE:
+    if wide > MULTIPROCESSORS and _waste(wide, 2 * MULTIPROCESSORS) <= _MOST_WASTE:
         return TilePlan(block_n=128, block_k=64, splits=1, num_warps=8, num_stages=3)
     return None
 
@@ -202,7 +201,7 @@ def _wide_parts_plan(outputs: int, inputs: int) -> TilePlan | None:
     if outputs > _PARTS_OUTPUTS:
         return None
     block_n, block_k = 32 if inputs <= _SHORT_INPUTS else 64, 64
-    programs, steps = _PROGRAMS // -(-outputs // block_n), -(-inputs // block_k)
+    programs, steps = MULTIPROCESSORS // -(-outputs // block_n), -(-inputs // block_k)
     splits = min(programs, steps // _LEAST_STEPS, _MOST_PARTS)
     return TilePlan(block_n, block_k, splits, num_warps=4, num_stages=4) if splits > 1 else None
 

@@ -26,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_core.api import Routing
 from nanovllm_kernels_triton.linear import normed
+from nanovllm_kernels_triton.multiprocessors import MULTIPROCESSORS
 from nanovllm_kernels_triton.route import (
     choose_experts,
     empty_choice,
@@ -35,8 +36,6 @@ from nanovllm_kernels_triton.route import (
 
 MOST_ROWS = 8
 """The largest number of rows for which one kernel is used."""
-_PROGRAMS = 132
-"""Programs of a row at most, one for each multiprocessor of an H100 or H200. A guide, no limit."""
 _WARP_BYTES = 4096
 """Bytes of a row that one warp holds in registers. One warp needs no barriers to choose experts."""
 _MOST_WARPS = 4
@@ -63,7 +62,8 @@ def choose_norm_route(
     num_warps = max(triton.next_power_of_2(hidden) * itemsize // _WARP_BYTES, 1)
     if rows > MOST_ROWS or num_warps > _MOST_WARPS or num_experts > MOST_EXPERTS:
         return None
-    return NormRoutePlan(triton.next_power_of_2(triton.cdiv(num_experts, _PROGRAMS)), num_warps)
+    rows_of_each = triton.cdiv(num_experts, MULTIPROCESSORS)
+    return NormRoutePlan(triton.next_power_of_2(rows_of_each), num_warps)
 
 
 @triton.jit

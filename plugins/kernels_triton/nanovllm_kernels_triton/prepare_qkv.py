@@ -1,13 +1,73 @@
-"""Everything between the qkv projection and attention, in one kernel that reads qkv once."""
+"""Everything between the qkv projection and attention, in one kernel that reads qkv once.
+
+Shape suffixes as in `nanovllm_core.interfaces.kernels`.
+"""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # Reason: Triton compiles these functions; their arguments have no Python types.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm_core.api import QKPrep
+from nanovllm_kernels_triton.multiprocessors import MULTIPROCESSORS
+
+_HEADS_PER_PROGRAM = 8
+"""Eight heads of 128 give each lane of one warp four 16-byte accesses, and enough programs."""
+_HEADS_OF_SOME_TOKENS = 2
+"""With more than _FEW_TOKENS they end sooner, while those of eight would leave multiprocessors
+idle. With fewer, so many programs delay decode attention, which starts meanwhile."""
+_FEW_TOKENS = 8
+
+
+def prepare_qkv(
+    qkv_TX: Tensor,
+    prep: QKPrep,
+    positions_T: Tensor,
+    slot_mapping_T: Tensor,
+    k_cache_NPKD: Tensor,
+    v_cache_NPKD: Tensor,
+    options: dict[str, Any],
+) -> Tensor:
+    """`KernelSet.prepare_qkv`; `options` are those of dependent launch."""
+    num_tokens, num_heads, num_kv_heads = len(qkv_TX), prep.num_heads, prep.num_kv_heads
+    head_size, rotary_size = prep.head_size, prep.cos_sin_cache.shape[1]
+    q_THD = qkv_TX.new_empty((num_tokens, num_heads, head_size))
+    block_heads = _block_heads(num_tokens, num_heads, num_kv_heads)
+    num_groups = triton.cdiv(num_heads, block_heads) + 2 * triton.cdiv(num_kv_heads, block_heads)
+    prepare_qkv_kernel[(num_tokens, num_groups)](
+        qkv_TX, prep.q_norm_weight, prep.k_norm_weight, prep.cos_sin_cache,
+        positions_T, slot_mapping_T, q_THD, k_cache_NPKD, v_cache_NPKD,
+        qkv_TX.stride(0), *k_cache_NPKD.stride()[:3], *v_cache_NPKD.stride()[:3],
+        EPS=prep.eps,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_SIZE=head_size,
+        HALF=rotary_size // 2,
+        BLOCK_SIZE=k_cache_NPKD.shape[1],
+        BLOCK_HEADS=block_heads,
+        BLOCK_HALF=triton.next_power_of_2(rotary_size // 2),
+        BLOCK_REST=triton.next_power_of_2(head_size - rotary_size),
+        BLOCK_HEAD=triton.next_power_of_2(head_size),
+        num_warps=1,
+        **options,
+    )  # fmt: skip
+    return q_THD
+
+
+def _block_heads(num_tokens: int, num_heads: int, num_kv_heads: int) -> int:
+    """Heads of a program, a power of two."""
+    most = _HEADS_PER_PROGRAM
+    programs = num_tokens * (triton.cdiv(num_heads, most) + 2 * triton.cdiv(num_kv_heads, most))
+    if num_tokens > _FEW_TOKENS and programs <= MULTIPROCESSORS:
+        most = _HEADS_OF_SOME_TOKENS
+    return min(most, 1 << (num_heads - 1).bit_length())
 
 
 @triton.jit

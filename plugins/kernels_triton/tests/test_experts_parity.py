@@ -60,7 +60,7 @@ HIDDEN, INTERMEDIATE, NUM_EXPERTS, CHOSEN = 88, 40, 6, 3
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few that each computes several tiles, as it does at the sizes of a model."""
-    monkeypatch.setattr(experts, "PROCESSORS", 2)
+    monkeypatch.setattr(experts, "MULTIPROCESSORS", 2)
     monkeypatch.setattr(experts, "_SORT_BLOCK", 32)
     monkeypatch.setattr(experts, "_PLACE_BLOCK", 16)
 
@@ -222,7 +222,7 @@ def test_no_program_of_few_pairs_reads_much_more_than_its_share(outputs: int) ->
         plan = choose_experts(tokens, 8, 128, outputs, 768, 2, 232448)
         assert isinstance(plan, FewExperts)
         for part, rows in ((plan.gate_up, 2 * 8 * 768), (plan.down, outputs)):
-            programs = part.per_processor * experts_choice.PROCESSORS
+            programs = part.per_processor * experts_choice.MULTIPROCESSORS
             tiles = tokens * -(-rows // part.block_n)
             busiest = -(-tiles // programs) * (part.block_n + 1)
             assert busiest <= 1.5 * tokens * rows / programs + 3
