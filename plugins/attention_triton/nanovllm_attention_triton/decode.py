@@ -157,6 +157,11 @@ class DecodeShape:
         programs = self.num_multiprocessors * min(by_registers, by_memory)
         return programs // self.programs_per_item
 
+    def starts_in_waves(self, num_rows: int, tuning: DecodeTuning) -> bool:
+        """Whether so many rows make more programs than the device begins at once."""
+        at_once = tuning.wave_programs * self.num_multiprocessors
+        return num_rows * self.programs_per_item > at_once and not self.resident_items(tuning)
+
     def max_items(self, num_rows: int, max_seq_len: int, tuning: DecodeTuning) -> int:
         """A bound on the items that the plan kernel can make of `num_rows` rows.
 
@@ -266,6 +271,7 @@ class PlannedWork:
             WINDOW=self.shape.window or 0,
             ONE_WAVE=fixed is None and self.shape.resident_items(tuning) > 0,
             SECOND_WAVE=tuning.second_wave or 0,
+            LONGEST_FIRST=self.shape.starts_in_waves(seq_lens_B.shape[0], tuning),
             **self.launch_options,
         )
 

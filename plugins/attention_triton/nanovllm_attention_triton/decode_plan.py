@@ -56,6 +56,7 @@ def plan_kernel(
     WINDOW: tl.constexpr,
     ONE_WAVE: tl.constexpr,
     SECOND_WAVE: tl.constexpr,
+    LONGEST_FIRST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """List the step's items: one program over all rows, of at most `max_len` tokens each.
@@ -69,6 +70,10 @@ def plan_kernel(
     equal length. A WINDOW above 0 leaves out the tiles of which a row's query, the
     last of its tokens, sees nothing: they make no work and no item.
 
+    Items are in the order of their rows; LONGEST_FIRST in that of the rows' lengths, for the last
+    programs to begin are then the shortest, and end at about one time (Graham, "Bounds on
+    Multiprocessing Timing Anomalies", 1969).
+
     DEPENDENT: it waits, and gives no signal of its own, for kernels behind it read the list before
     they wait. See `nanovllm_core.kernels.dependent_launch`.
     """
@@ -77,6 +82,8 @@ def plan_kernel(
     rows = tl.arange(0, BLOCK_ROWS)
     lens = tl.load(seq_lens_ptr + rows, mask=rows < num_rows, other=0)
     lens = tl.minimum(tl.maximum(lens, 0), max_len)
+    if LONGEST_FIRST:
+        rows, lens = longest_first(lens, BLOCK_ROWS)
     spans = lens
     if WINDOW > 0:
         hidden = tl.maximum(lens - WINDOW, 0)
@@ -123,6 +130,15 @@ def plan_kernel(
     # end to be visible.
     tl.debug_barrier()
     tl.atomic_xchg(num_items_ptr, num_items, sem="release", scope="gpu")
+
+
+@triton.jit
+def longest_first(lens, BLOCK_ROWS: tl.constexpr):
+    """The rows and their lengths, the longest first and of equal ones the earlier."""
+    keys = lens.to(tl.int64) * BLOCK_ROWS + (BLOCK_ROWS - 1 - tl.arange(0, BLOCK_ROWS))
+    keys = tl.sort(keys, descending=True)
+    rows = BLOCK_ROWS - 1 - keys % BLOCK_ROWS
+    return rows.to(tl.int32), (keys // BLOCK_ROWS).to(tl.int32)
 
 
 @triton.jit

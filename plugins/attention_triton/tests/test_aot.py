@@ -242,12 +242,14 @@ PLAN = AotJob(
         "WINDOW": 0,
         "ONE_WAVE": False,
         "SECOND_WAVE": 0,
+        "LONGEST_FIRST": False,
         "DEPENDENT": True,
     },
 )
 JOBS = {
     "plan": PLAN,
     "plan-window1024": replace(PLAN, constexprs=dict(PLAN.constexprs) | {"WINDOW": 1024}),
+    "plan-longest first": replace(PLAN, constexprs=dict(PLAN.constexprs) | {"LONGEST_FIRST": True}),
     "plan-one wave": replace(PLAN, constexprs=dict(PLAN.constexprs) | {"ONE_WAVE": True}),
     "plan-two waves": replace(
         PLAN, constexprs=dict(PLAN.constexprs) | {"ONE_WAVE": True, "SECOND_WAVE": 512}

@@ -209,7 +209,8 @@ def test_the_plan_covers_every_token_once_within_its_grid(
     """Items of a row are consecutive whole tiles, and no step makes more than the grid holds.
 
     Where a block holds whole tiles, an item also names the block in which it begins. Where the
-    constants bound the registers, rows that can be resident at once are, or are two waves.
+    constants bound the registers, rows that can be resident at once are, or are two waves. Items of
+    more programs than begin at once are those of the longest rows first.
     """
     shape = DecodeShape(
         num_heads=kv_heads,
@@ -234,7 +235,11 @@ def test_the_plan_covers_every_token_once_within_its_grid(
     assert count <= shape.max_items(len(lens), 2048, tuning) <= workspace.capacity
     items = [tuple(item) for item in workspace.items[:, :count].T.tolist()]
     expected_item = 0
-    for row, length in enumerate(lens):
+    rows = range(len(lens))
+    if shape.starts_in_waves(len(lens), tuning):
+        rows = sorted(rows, key=lambda row: -lens[row])
+    for row in rows:
+        length = lens[row]
         mine = [item for item in items if item[0] == row]
         assert [begin for _, begin, *_ in mine] == [0, *(end for _, _, end, *_ in mine[:-1])]
         if length and block_size % tuning.tile == 0:
