@@ -56,7 +56,7 @@ class Request:
     index: int
     params: SamplingParams
     sampling: RowSampling
-    prompt_token_ids: list[int]
+    num_prompt_tokens: int
     token_ids: NDArray[np.int32]
     max_length: int
     arrival_step: int
@@ -105,8 +105,9 @@ class Request:
         return self.params.priority
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
+    def prompt_token_ids(self) -> list[int]:
+        ids: list[int] = self.known_ids()[: self.num_prompt_tokens].tolist()
+        return ids
 
     @property
     def num_tokens(self) -> int:

@@ -172,11 +172,11 @@ class RequestFactory:
             )
         checked_labels = check_labels(labels)
         prompt = self.limits.check_prompt(prompt_token_ids)
-        prompt_list: list[int] = prompt.tolist()
         max_length = self.limits.check_length(len(prompt), params)
         seed = derive_seed(self.seed, arrival_index) if params.seed is None else params.seed
-        whole = [*prompt_list, *output_token_ids]
-        known = self.limits.check_prompt(whole) if output_token_ids else prompt
+        known = prompt
+        if output_token_ids:
+            known = self.limits.check_prompt([*prompt.tolist(), *output_token_ids])
         if len(known) >= max_length:
             raise RequestTooLongError(
                 f"{len(output_token_ids)} output_token_ids leave no token to compute: the request "
@@ -192,7 +192,7 @@ class RequestFactory:
                 index=index,
                 params=params,
                 sampling=replace(sampling, seed=derive_seed(seed, index)) if index else sampling,
-                prompt_token_ids=prompt_list,
+                num_prompt_tokens=len(prompt),
                 token_ids=known,
                 max_length=max_length,
                 arrival_step=arrival_step,

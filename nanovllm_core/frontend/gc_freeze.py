@@ -14,30 +14,31 @@ from contextlib import contextmanager
 from threading import Lock
 
 _num_engines = 0
-_num_starts = 0
+_num_under_way = 0
 _was_enabled = True
-"""Before the first of these starts."""
+"""Before the first of those that are under way."""
 _lock = Lock()
 
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Around a start: what it imports and makes stays, so collections of it only cost time.
+    """Around a start, and the making of many requests: what they make stays, so collections of it
+    only cost time.
 
-    Starts of several threads may overlap: the last to end lets collections begin again.
+    Those of several threads may overlap: the last to end lets collections begin again.
     """
-    global _num_starts, _was_enabled
+    global _num_under_way, _was_enabled
     with _lock:
-        if _num_starts == 0:
+        if _num_under_way == 0:
             _was_enabled = gc.isenabled()
             gc.disable()
-        _num_starts += 1
+        _num_under_way += 1
     try:
         yield
     finally:
         with _lock:
-            _num_starts -= 1
-            if _num_starts == 0 and _was_enabled:
+            _num_under_way -= 1
+            if _num_under_way == 0 and _was_enabled:
                 gc.enable()
 
 

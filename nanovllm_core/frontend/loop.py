@@ -244,18 +244,19 @@ class EngineLoop:
         added = 0
         try:
             batch = self.engine.new_batch()
-            for new in message.requests:
-                batch.add(
-                    new.request_id,
-                    new.prompt_token_ids,
-                    new.params,
-                    stream=new.stream,
-                    searched=bool(new.params.stop),
-                    labels=new.labels,
-                    output_token_ids=new.output_token_ids,
-                    cache_salt=new.cache_salt,
-                )
-                added += 1
+            with no_collections():  # Each would look at every id of the prompts before.
+                for new in message.requests:
+                    batch.add(
+                        new.request_id,
+                        new.prompt_token_ids,
+                        new.params,
+                        stream=new.stream,
+                        searched=bool(new.params.stop),
+                        labels=new.labels,
+                        output_token_ids=new.output_token_ids,
+                        cache_salt=new.cache_salt,
+                    )
+                    added += 1
         except Exception as error:
             names = tuple(new.request_id for new in message.requests)
             self._answer(message.subscriber, Refused(error, names, added))

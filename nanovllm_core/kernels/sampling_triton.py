@@ -19,6 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm_core.interfaces.tail import NUM_ROW_COLUMNS
 from nanovllm_core.kernels.dependent_launch import launch_options, supports_dependent_launch
 from nanovllm_core.kernels.sampling_reference import KEY_1, KEY_2, LOWBIAS_1, LOWBIAS_2, NO_ID
+from nanovllm_core.kernels.sizes import next_power_of_2
 
 C1, C2 = tl.constexpr(LOWBIAS_1), tl.constexpr(LOWBIAS_2)
 K1, K2 = tl.constexpr(KEY_1), tl.constexpr(KEY_2)
@@ -112,7 +113,7 @@ def choose_pair(pairs_BP: Tensor, rows_B: Tensor, out_B: Tensor, *, skip_flag: T
     sample_reduce_kernel[(len(rows_B),)](
         rows_B, skip_flag, pairs_BP.view(torch.float32), pairs_BP[:, 1:], out_B,
         num_pairs, pairs_BP.stride(0),
-        STEP=2, LANES=triton.next_power_of_2(num_pairs), num_warps=1,
+        STEP=2, LANES=next_power_of_2(num_pairs), num_warps=1,
         **launch_options(supports_dependent_launch(pairs_BP.device)),
     )  # fmt: skip
 

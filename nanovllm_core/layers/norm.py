@@ -36,8 +36,11 @@ class RMSNorm(Layer):
 
     def take(self, x_TE: Tensor) -> Tensor | None:
         """What was put for this very tensor, once; None: nothing was."""
-        ahead, self._ahead = self._ahead, None
-        return ahead[1] if ahead is not None and ahead[0] is x_TE else None
+        ahead = self._ahead
+        if ahead is None:
+            return None
+        self._ahead = None
+        return ahead[1] if ahead[0] is x_TE else None
 
     def _compute(self, x_TE: Tensor) -> Tensor:
         return self.context.kernels.rms_norm(x_TE, self.factors, self.eps)

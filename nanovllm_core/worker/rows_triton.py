@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nanovllm_core.kernels.dependent_launch import launch_options, supports_dependent_launch
 from nanovllm_core.kernels.sampling_triton import take_turn
+from nanovllm_core.kernels.sizes import cdiv
 from nanovllm_core.worker.batch import StepInputs
 from nanovllm_core.worker.results import TAG_BITS, ResultRing
 from nanovllm_core.worker.rows import RowTables
@@ -27,9 +28,7 @@ def _scatter_kernel(arena, updates, num_updates, BLOCK: tl.constexpr):
 def scatter_updates(arena: Tensor, updates_2N: Tensor) -> None:
     """See `rows_reference.scatter_updates`."""
     num_updates = updates_2N.shape[1]
-    _scatter_kernel[(triton.cdiv(num_updates, _BLOCK),)](
-        arena, updates_2N, num_updates, BLOCK=_BLOCK
-    )
+    _scatter_kernel[(cdiv(num_updates, _BLOCK),)](arena, updates_2N, num_updates, BLOCK=_BLOCK)
 
 
 @triton.jit
@@ -131,7 +130,7 @@ def prepare_prefill(
 ) -> None:
     """See `rows_reference.prepare_prefill`."""
     num_chunks = chunks_5S.shape[1]
-    _prepare_prefill_kernel[(num_chunks, triton.cdiv(max_query_len, _BLOCK))](
+    _prepare_prefill_kernel[(num_chunks, cdiv(max_query_len, _BLOCK))](
         chunks_5S, chunks_5S.stride(0), tables.num_prompt, tables.token_ids, tables.block_table,
         inputs.input_ids, inputs.positions, inputs.slot_mapping, inputs.rows,
         inputs.seq_lens, inputs.output_index, inputs.block_table,

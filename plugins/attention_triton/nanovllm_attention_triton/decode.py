@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -40,6 +41,7 @@ REGISTER_FILE = 65536
 """The 32-bit registers of a multiprocessor."""
 
 
+@cache
 def num_multiprocessors(device: torch.device) -> int:
     """How many programs a device really runs side by side; 1 for Triton's interpreter."""
     if device.type != "cuda":
@@ -47,6 +49,7 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@cache
 def shared_memory(device: torch.device) -> int:
     """The bytes of shared memory of one multiprocessor; an H100's for Triton's interpreter."""
     if device.type != "cuda":

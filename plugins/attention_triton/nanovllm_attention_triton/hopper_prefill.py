@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 from torch import Tensor
@@ -17,6 +19,7 @@ ALIGNMENT = 16
 """Bytes of a piece of a row; Triton takes a stride as a whole number of them if 16 divides it."""
 
 
+@cache
 def on_hopper(device: torch.device) -> bool:
     """Whether the device has the kernel's instructions."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -143,10 +145,7 @@ def count_row_blocks(num_queries: int, num_seqs: int, group: int, block_m: int) 
 
 def describable(k_cache: Tensor, v_cache: Tensor, block_n: int) -> bool:
     """Whether the copy engine can read tiles of `block_n` tokens: no tile may cross a block."""
-    if (
-        k_cache.is_cuda
-        and torch.cuda.get_device_capability(k_cache.device) < COPY_ENGINE_CAPABILITY
-    ):
+    if not has_copy_engine(k_cache.device):
         return False
     sizes = [stride * k_cache.element_size() for stride in k_cache.stride()[:-1]]
     places = [k_cache.data_ptr(), v_cache.data_ptr(), *sizes]
@@ -172,6 +171,15 @@ def fits_large_tiles(k_cache: Tensor, v_cache: Tensor) -> bool:
     return has_large_memory(k_cache.device) and describable(k_cache, v_cache, LARGE_TILE)
 
 
+@cache
+def has_copy_engine(device: torch.device) -> bool:
+    """Whether the device can read tiles by descriptor; in the interpreter, yes."""
+    if device.type != "cuda":
+        return True
+    return torch.cuda.get_device_capability(device) >= COPY_ENGINE_CAPABILITY
+
+
+@cache
 def has_large_memory(device: torch.device) -> bool:
     """Whether a program may have 227 KiB of shared memory; in the interpreter, yes."""
     if device.type != "cuda":

@@ -7,6 +7,7 @@ them on a GPU; nothing else in the package names a number that is a matter of sp
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from nanovllm_attention_triton.options import TritonOptions
@@ -296,6 +297,7 @@ def latent_tuning(element_size: int, num_heads: int, options: TritonOptions) -> 
     )
 
 
+@cache
 def prefill_tuning(
     element_size: int, head_size: int, large: bool, options: TritonOptions
 ) -> PrefillTuning:

@@ -34,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from nanovllm_core.kernels import launch_options, supports_dependent_launch
+from nanovllm_core.kernels import cdiv, launch_options, next_power_of_2, supports_dependent_launch
 
 NUM_SLOTS = 3
 UNIT = 16
@@ -208,7 +208,7 @@ def bits(numbers, DTYPE: tl.constexpr):
 
 def warps_of_row(words: int) -> int:
     """Of a program that has a row of so many words in its registers."""
-    padded: int = triton.next_power_of_2(words)
+    padded: int = next_power_of_2(words)
     return min(max(padded // _WARP_WORDS, 1), _MAX_WARPS)
 
 
@@ -257,7 +257,7 @@ class SlotAllReduce:
         self._failure = torch.zeros(1, dtype=torch.int64, pin_memory=slots.is_cuda)
         self._memory = (slots, peers, self._state, bound.nanoseconds, self._failure)
         self._sizes = {
-            "SIZE": self.size, "PADDED_SIZE": triton.next_power_of_2(self.size), "ROW": self._row,
+            "SIZE": self.size, "PADDED_SIZE": next_power_of_2(self.size), "ROW": self._row,
             "INTERPRETED": triton.knobs.runtime.interpret,
         }  # fmt: skip
         self._options = {
@@ -272,7 +272,7 @@ class SlotAllReduce:
     @classmethod
     def slots_shape(cls, size: int, limit: int) -> tuple[int, int, int, int]:
         """The memory for calls with an x of `limit` bytes: rows of whole blocks."""
-        blocks = triton.cdiv(triton.cdiv(limit, 4 * BLOCK), cls.rows_of_x(size))
+        blocks = cdiv(cdiv(limit, 4 * BLOCK), cls.rows_of_x(size))
         return NUM_SLOTS, cls.num_areas, size, blocks * BLOCK
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, block: int = BLOCK) -> Tensor:
@@ -288,7 +288,7 @@ class SlotAllReduce:
             x.view(-1).split(piece), out.view(-1).split(piece), strict=True
         ):
             num_units = x_piece.nbytes // UNIT
-            blocks = triton.cdiv(triton.cdiv(num_units * 4, block), self.rows_of_x(self.size))
+            blocks = cdiv(cdiv(num_units * 4, block), self.rows_of_x(self.size))
             self.kernel[(min(blocks, self.max_programs),)](
                 x_piece, out_piece, *self._memory, self.rank, num_units, **self._sizes,
                 BLOCK=block, HAS_RESIDUAL=residual is not None, num_warps=1, **self._options,
@@ -300,7 +300,7 @@ class SlotAllReduce:
         words = row_bytes // 4
         return (
             row_bytes % UNIT == 0
-            and triton.next_power_of_2(words) * triton.next_power_of_2(self.size) <= MAX_WORDS
+            and next_power_of_2(words) * next_power_of_2(self.size) <= MAX_WORDS
             and words <= self._row
         )
 
@@ -317,11 +317,11 @@ class SlotAllReduce:
         for x, residual, normed in zip(
             x_TE.split(rows), residual_TE.split(rows), normed_TE.split(rows), strict=True
         ):
-            shares = triton.cdiv(triton.cdiv(x.nbytes, 4 * BLOCK), self.rows_of_x(self.size))
+            shares = cdiv(cdiv(x.nbytes, 4 * BLOCK), self.rows_of_x(self.size))
             programs = max(len(x), shares)
             self.norm_kernel[(min(programs, max(self.max_programs // warps, 1)),)](
                 x, residual, weight_E, normed, *self._memory, self.rank, len(x), **self._sizes,
-                WORDS=words, BLOCK=triton.next_power_of_2(words), SEND=warps * BLOCK, EPS=eps,
+                WORDS=words, BLOCK=next_power_of_2(words), SEND=warps * BLOCK, EPS=eps,
                 num_warps=warps,
                 **self._options,
             )  # fmt: skip

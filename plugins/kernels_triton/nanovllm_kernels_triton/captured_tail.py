@@ -16,7 +16,7 @@ from nanovllm_core.api import (
     TailTables,
     VocabShard,
 )
-from nanovllm_core.kernels import launch_options, supports_dependent_launch
+from nanovllm_core.kernels import launch_options, next_power_of_2, supports_dependent_launch
 from nanovllm_core.kernels.device_functions import SamplingWorkspace, launch_partial
 from nanovllm_kernels_triton import tail, tail_merge, tail_parts
 
@@ -180,7 +180,7 @@ class TritonShardedTail(ShardedTail):
         tail_parts.join_parts_kernel[(len(rows_B),)](
             parts_NBP, rows_B, tables.temperature, tables.seed, output_index_B, num_known_B, skip,
             tables.parameters, out_B, self.logprobs, parts_NBP.stride(0),
-            RANKS=num_ranks, BLOCK_RANKS=triton.next_power_of_2(num_ranks),
+            RANKS=num_ranks, BLOCK_RANKS=next_power_of_2(num_ranks),
             APPROXIMATE=not triton.knobs.runtime.interpret, num_warps=NUM_WARPS,
             **self._candidates.launch_options,
         )  # fmt: skip

@@ -11,11 +11,11 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm_core.api import Routing
+from nanovllm_core.kernels import cdiv, next_power_of_2
 from nanovllm_kernels_triton.experts_choice import (
     ExpertsPlan,
     FewExperts,
@@ -60,7 +60,7 @@ class Order(NamedTuple):
 
     def programs(self, plan: GroupedPlan, outputs: int, block_n: int) -> int:
         """No more than there can be tiles, or than are resident at once."""
-        most: int = self.tiles.shape[1] * triton.cdiv(outputs, block_n)
+        most: int = self.tiles.shape[1] * cdiv(outputs, block_n)
         return min(most, plan.per_processor * MULTIPROCESSORS)
 
 
@@ -148,7 +148,7 @@ def few_gate_up(
     num_pairs, chosen = ids_TC.numel(), ids_TC.shape[1]
     intermediate, hidden = gate_up_N2FE.shape[1] // 2, gate_up_N2FE.shape[2]
     hidden_PF = x_TE.new_empty((num_pairs, intermediate))
-    tiles = num_pairs * triton.cdiv(intermediate, plan.block_n // 2)
+    tiles = num_pairs * cdiv(intermediate, plan.block_n // 2)
     few_gate_up_kernel[(min(tiles, plan.per_processor * MULTIPROCESSORS),)](
         x_TE, ids_TC, gate_up_N2FE, hidden_PF, num_pairs, x_TE.stride(0),
         CHOSEN=chosen, OUTPUTS=intermediate, INPUTS=hidden, BLOCK_N=plan.block_n // 2,
@@ -171,7 +171,7 @@ def few_down(
     out_TE = residual_TE
     if out_TE is None:
         out_TE = hidden_PF.new_empty((num_tokens, hidden))
-    tiles = num_tokens * triton.cdiv(hidden, plan.block_n)
+    tiles = num_tokens * cdiv(hidden, plan.block_n)
     few_down_kernel[(min(tiles, plan.per_processor * MULTIPROCESSORS),)](
         hidden_PF, weights_TC, ids_TC, down_NEF, out_TE, passed, num_tokens, out_TE.stride(0),
         PASSED=num_passed, SCALE=scale, CHOSEN=chosen,
@@ -190,10 +190,10 @@ def sort_pairs(ids_TC: Tensor, num_experts: int, block_m: int, options: Options)
     order = Order(
         empty((most_tiles, block_m)), empty(num_pairs), empty((3, most_tiles)), empty(1), block_m
     )
-    bins, sizes = triton.next_power_of_2(num_experts), (num_pairs, most_tiles, block_m)
+    bins, sizes = next_power_of_2(num_experts), (num_pairs, most_tiles, block_m)
     if num_pairs <= _SORT_BLOCK:
         # Of a power of two of tokens: a start tries those, and has compiled all.
-        most_pairs = triton.next_power_of_2(triton.next_power_of_2(tokens) * chosen)
+        most_pairs = next_power_of_2(next_power_of_2(tokens) * chosen)
         block = min(most_pairs, _SORT_BLOCK)
         sort_pairs_kernel[(num_experts,)](
             ids_TC, *order[:4], *sizes,
@@ -201,7 +201,7 @@ def sort_pairs(ids_TC: Tensor, num_experts: int, block_m: int, options: Options)
         )  # fmt: skip
         return order
     shared = {"BLOCK": _PLACE_BLOCK, "BINS": bins, "num_warps": 8, **options}
-    num_blocks = triton.cdiv(num_pairs, _PLACE_BLOCK)
+    num_blocks = cdiv(num_pairs, _PLACE_BLOCK)
     counts = ids_TC.new_empty((num_blocks, bins))
     count_pairs_kernel[(num_blocks,)](ids_TC, counts, num_pairs, **shared)
     place_pairs_kernel[(num_blocks,)](ids_TC, counts, *order[:4], *sizes, **shared)
@@ -257,7 +257,7 @@ def combine(
     out_TE = residual_TE
     if out_TE is None:
         out_TE = result_PE.new_empty((num_tokens, hidden))
-    combine_kernel[(num_tokens, triton.cdiv(hidden, _COMBINE_BLOCK))](
+    combine_kernel[(num_tokens, cdiv(hidden, _COMBINE_BLOCK))](
         result_PE, order.rows, weights_TC, out_TE, out_TE.stride(0),
         CHOSEN=chosen, SIZE=hidden, ADD=residual_TE is not None,
         BLOCK=_COMBINE_BLOCK, num_warps=4, **options,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import triton
 from pydantic import BaseModel
 from torch import Tensor
 from torch.nn.functional import linear
@@ -21,7 +20,13 @@ from nanovllm_core.api import (
     TailTables,
     VocabShard,
 )
-from nanovllm_core.kernels import TorchKernels, launch_options, supports_dependent_launch
+from nanovllm_core.kernels import (
+    TorchKernels,
+    cdiv,
+    launch_options,
+    next_power_of_2,
+    supports_dependent_launch,
+)
 from nanovllm_kernels_triton import experts_choice
 from nanovllm_kernels_triton.captured_tail import TritonShardedTail, TritonTail
 from nanovllm_kernels_triton.compilation import CompileAhead
@@ -88,7 +93,7 @@ class TritonKernels(TorchKernels, RoutingKernels, MixtureKernels, GatedKernels, 
     def embed(self, ids_T: Tensor, weight_VE: Tensor) -> Tensor:
         num_tokens, size = ids_T.shape[0], weight_VE.shape[1]
         out_TE = weight_VE.new_empty((num_tokens, size))
-        embed_kernel[(num_tokens, triton.cdiv(size, _EMBED_BLOCK))](
+        embed_kernel[(num_tokens, cdiv(size, _EMBED_BLOCK))](
             ids_T, weight_VE, out_TE, SIZE=size, BLOCK=_EMBED_BLOCK, num_warps=4, **self._options
         )
         return out_TE
@@ -96,7 +101,7 @@ class TritonKernels(TorchKernels, RoutingKernels, MixtureKernels, GatedKernels, 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         num_tokens, size = x_TE.shape
         out_TE = torch.empty_like(x_TE, memory_format=torch.contiguous_format)
-        block = triton.next_power_of_2(size)
+        block = next_power_of_2(size)
         rms_norm_kernel[(num_tokens,)](
             x_TE, weight_E, out_TE, x_TE.stride(0),
             EPS=eps, SIZE=size, BLOCK=block, num_warps=min(max(block // 256, 1), 16),
@@ -107,7 +112,7 @@ class TritonKernels(TorchKernels, RoutingKernels, MixtureKernels, GatedKernels, 
     def silu_and_mul(self, gate_up_T2F: Tensor) -> Tensor:
         num_tokens, size = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
         out_TF = gate_up_T2F.new_empty((num_tokens, size))
-        grid = (num_tokens, triton.cdiv(size, _SILU_BLOCK))
+        grid = (num_tokens, cdiv(size, _SILU_BLOCK))
         silu_and_mul_kernel[grid](
             gate_up_T2F, out_TF, gate_up_T2F.stride(0),
             SIZE=size, BLOCK=_SILU_BLOCK, num_warps=4, **self._options,
@@ -188,7 +193,7 @@ class TritonKernels(TorchKernels, RoutingKernels, MixtureKernels, GatedKernels, 
         parts_STE = self._linears.run_parts(plan, x_TF, weight_EF)
         num_parts, num_tokens, size = parts_STE.shape
         normed_TE = torch.empty_like(residual_TE, memory_format=torch.contiguous_format)
-        block = triton.next_power_of_2(size)
+        block = next_power_of_2(size)
         add_norm_kernel[(num_tokens,)](
             parts_STE, residual_TE, norm_weight_E, normed_TE, num_tokens, residual_TE.stride(0),
             PARTS=num_parts, EPS=eps, SIZE=size, BLOCK=block,

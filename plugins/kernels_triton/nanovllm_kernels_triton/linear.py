@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_core.api import InconsistentStateError
-from nanovllm_core.kernels import launch_options
+from nanovllm_core.kernels import cdiv, launch_options, next_power_of_2
 from nanovllm_kernels_triton.linear_choice import LinearPlan, TilePlan, VectorPlan
 
 _MAX_SPLIT_TILES = 1024
@@ -233,7 +233,7 @@ class LinearLauncher:
         out = out_TN if residual_TN is None else residual_TN
         if out is None:
             out = x_TK.new_empty((x_TK.shape[0], outputs))
-        tiles = triton.cdiv(outputs, plan.block_n // 2 if gated else plan.block_n)
+        tiles = cdiv(outputs, plan.block_n // 2 if gated else plan.block_n)
         kind = {"GATED": gated, "ADD": residual_TN is not None}
         if isinstance(plan, VectorPlan):
             vector_linear_kernel[(tiles,)](
@@ -243,7 +243,7 @@ class LinearLauncher:
                 OUTPUTS=outputs,
                 INPUTS=weight_NK.shape[1],
                 BLOCK_N=plan.block_n,
-                BLOCK_K=triton.next_power_of_2(weight_NK.shape[1]),
+                BLOCK_K=next_power_of_2(weight_NK.shape[1]),
                 num_warps=plan.num_warps,
                 **kind, **launch_options(self.dependent_launch),
             )  # fmt: skip
@@ -258,7 +258,7 @@ class LinearLauncher:
         """The parts of x W^T [splits, T, N] in float32, whose sum in this order is the product."""
         outputs = weight_NK.shape[0]
         parts_STN = x_TK.new_empty((plan.splits, len(x_TK), outputs), dtype=torch.float32)
-        tiles = triton.cdiv(outputs, plan.block_n)
+        tiles = cdiv(outputs, plan.block_n)
         self._launch_tiles(
             plan, tiles, x_TK, weight_NK, x_TK, outputs, (parts_STN, None),
             {"GATED": False, "ADD": False},

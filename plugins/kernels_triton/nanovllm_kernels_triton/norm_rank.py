@@ -24,6 +24,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_core.api import Routing
+from nanovllm_core.kernels import cdiv, next_power_of_2
 from nanovllm_kernels_triton.norm_route import (
     NormRoutePlan,
     choose_norm_route,
@@ -54,7 +55,7 @@ def choose_norm_rank(
     )
     if plan is None or rows != 1 or num_experts < FEWEST_EXPERTS or has_other_rule:
         return None
-    warps = triton.cdiv(num_experts, plan.block_n) * plan.num_warps
+    warps = cdiv(num_experts, plan.block_n) * plan.num_warps
     return plan if warps <= processors * _WARPS_OF_PROCESSOR else None
 
 
@@ -152,12 +153,12 @@ def run_norm_rank(
     normed_TE = torch.empty_like(x_TE, memory_format=torch.contiguous_format)
     # The interpreter runs one program after another, and the first would wait for the others.
     for pass_only in (True, False) if triton.knobs.runtime.interpret else (False,):
-        norm_rank_kernel[(triton.cdiv(num_experts, plan.block_n),)](
+        norm_rank_kernel[(cdiv(num_experts, plan.block_n),)](
             x_TE, norm_weight_E, weight_NE, bias_N,
             normed_TE, passed, weights_TC, ids_TC,
             EPS=eps, INPUTS=hidden, EXACT=routing.exact_logits,
             **rule_constants(num_experts, routing),
-            BLOCK_N=plan.block_n, BLOCK_K=triton.next_power_of_2(hidden), PASS_ONLY=pass_only,
+            BLOCK_N=plan.block_n, BLOCK_K=next_power_of_2(hidden), PASS_ONLY=pass_only,
             num_warps=plan.num_warps, **options,
         )  # fmt: skip
     return weights_TC, ids_TC, normed_TE
@@ -172,6 +173,6 @@ def rule_constants(num_experts: int, routing: Routing) -> dict[str, Any]:
         "SCALE": routing.scale,
         "SOFTMAX": routing.scoring == "softmax",
         "RENORMALIZE": routing.renormalize,
-        "BLOCK_EXPERTS": triton.next_power_of_2(num_experts),
-        "BLOCK_SHARED": triton.next_power_of_2(max(routing.num_shared, 1)),
+        "BLOCK_EXPERTS": next_power_of_2(num_experts),
+        "BLOCK_SHARED": next_power_of_2(max(routing.num_shared, 1)),
     }

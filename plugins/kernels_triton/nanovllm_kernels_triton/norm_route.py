@@ -25,6 +25,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_core.api import Routing
+from nanovllm_core.kernels import cdiv, next_power_of_2
 from nanovllm_kernels_triton.linear import normed
 from nanovllm_kernels_triton.multiprocessors import MULTIPROCESSORS
 from nanovllm_kernels_triton.route import (
@@ -59,11 +60,11 @@ def choose_norm_route(
     rows: int, num_experts: int, hidden: int, itemsize: int
 ) -> NormRoutePlan | None:
     """The plan for x [rows, hidden]; None means three kernels."""
-    num_warps = max(triton.next_power_of_2(hidden) * itemsize // _WARP_BYTES, 1)
+    num_warps = max(next_power_of_2(hidden) * itemsize // _WARP_BYTES, 1)
     if rows > MOST_ROWS or num_warps > _MOST_WARPS or num_experts > MOST_EXPERTS:
         return None
-    rows_of_each = triton.cdiv(num_experts, MULTIPROCESSORS)
-    return NormRoutePlan(triton.next_power_of_2(rows_of_each), num_warps)
+    rows_of_each = cdiv(num_experts, MULTIPROCESSORS)
+    return NormRoutePlan(next_power_of_2(rows_of_each), num_warps)
 
 
 @triton.jit
@@ -180,12 +181,12 @@ def run_norm_route(
     (num_tokens, hidden), num_experts = x_TE.shape, len(weight_NE)
     weights_TC, ids_TC = empty_choice(x_TE, routing)
     normed_TE = torch.empty_like(x_TE, memory_format=torch.contiguous_format)
-    norm_route_kernel[(triton.cdiv(num_experts, plan.block_n), num_tokens)](
+    norm_route_kernel[(cdiv(num_experts, plan.block_n), num_tokens)](
         x_TE, norm_weight_E, weight_NE, bias_N,
         normed_TE, passed, weights_TC, ids_TC, x_TE.stride(0),
         EPS=eps, INPUTS=hidden, EXACT=routing.exact_logits,
         **routing_constants(num_experts, routing),
-        BLOCK_N=plan.block_n, BLOCK_K=triton.next_power_of_2(hidden),
+        BLOCK_N=plan.block_n, BLOCK_K=next_power_of_2(hidden),
         num_warps=plan.num_warps, **options,
     )  # fmt: skip
     return weights_TC, ids_TC, normed_TE

@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nanovllm_core.kernels import cdiv, next_power_of_2
+
 MOST_WEIGHTS = 2**23
 """Weights of all heads times rows: each row reads them anew, most of them from the L2 cache."""
 MOST_INPUTS = 1024
@@ -74,13 +76,13 @@ def per_head_kernel(
 def run_linear_per_head(x_THX: Tensor, weight_HOI: Tensor, options: dict[str, Any]) -> Tensor:
     """See `KernelSet.linear_per_head`; `options` are those of `launch_options`."""
     (rows, heads, width), (_, outputs, inputs) = x_THX.shape, weight_HOI.shape
-    rest, block_k = width - inputs, triton.next_power_of_2(inputs)
-    block_n = min(_BLOCK_WEIGHTS // block_k, triton.next_power_of_2(outputs))
+    rest, block_k = width - inputs, next_power_of_2(inputs)
+    block_n = min(_BLOCK_WEIGHTS // block_k, next_power_of_2(outputs))
     out_THX = x_THX.new_empty((rows, heads, outputs + rest))
-    per_head_kernel[(triton.cdiv(outputs, block_n), heads, rows)](
+    per_head_kernel[(cdiv(outputs, block_n), heads, rows)](
         x_THX, weight_HOI, out_THX, x_THX.stride(0), x_THX.stride(1), *weight_HOI.stride(),
         OUTPUTS=outputs, INPUTS=inputs, REST=rest,
-        BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_REST=triton.next_power_of_2(max(rest, 1)),
+        BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_REST=next_power_of_2(max(rest, 1)),
         num_warps=4, **options,
     )  # fmt: skip
     return out_THX

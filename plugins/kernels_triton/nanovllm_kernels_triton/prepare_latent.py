@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_core.api import LatentPrep
+from nanovllm_core.kernels import cdiv, next_power_of_2
 
 _HEADS_PER_PROGRAM = 4
 """Heads of 192 by four give each lane of one warp three 16-byte accesses, and enough programs."""
@@ -35,8 +36,8 @@ def prepare_latent(
     num_tokens, num_heads, head_size = q_THD.shape
     latent_size, rotated = len(prep.norm_weight), prep.cos_sin_cache.shape[1]
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-    block_heads = min(_HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
-    prepare_latent_kernel[(num_tokens, 1 + triton.cdiv(num_heads, block_heads))](
+    block_heads = min(_HEADS_PER_PROGRAM, next_power_of_2(num_heads))
+    prepare_latent_kernel[(num_tokens, 1 + cdiv(num_heads, block_heads))](
         q_THD, rows_TR, prep.norm_weight, prep.cos_sin_cache, positions_T, slot_mapping_T,
         out_THD, cache_NPR,
         q_THD.stride(0), q_THD.stride(1), rows_TR.stride(0),
@@ -48,9 +49,9 @@ def prepare_latent(
         ROTATED=rotated,
         BLOCK_SIZE=cache_NPR.shape[1],
         BLOCK_HEADS=block_heads,
-        BLOCK_NOPE=triton.next_power_of_2(head_size - rotated),
-        BLOCK_LATENT=triton.next_power_of_2(latent_size),
-        BLOCK_PAIRS=triton.next_power_of_2(rotated // 2),
+        BLOCK_NOPE=next_power_of_2(head_size - rotated),
+        BLOCK_LATENT=next_power_of_2(latent_size),
+        BLOCK_PAIRS=next_power_of_2(rotated // 2),
         num_warps=1,
         **options,
     )  # fmt: skip

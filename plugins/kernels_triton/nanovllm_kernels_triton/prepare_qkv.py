@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_core.api import QKPrep
+from nanovllm_core.kernels import cdiv, next_power_of_2
 from nanovllm_kernels_triton.multiprocessors import MULTIPROCESSORS
 
 _HEADS_PER_PROGRAM = 8
@@ -40,7 +41,7 @@ def prepare_qkv(
     head_size, rotary_size = prep.head_size, prep.cos_sin_cache.shape[1]
     q_THD = qkv_TX.new_empty((num_tokens, num_heads, head_size))
     block_heads = _block_heads(num_tokens, num_heads, num_kv_heads)
-    num_groups = triton.cdiv(num_heads, block_heads) + 2 * triton.cdiv(num_kv_heads, block_heads)
+    num_groups = cdiv(num_heads, block_heads) + 2 * cdiv(num_kv_heads, block_heads)
     prepare_qkv_kernel[(num_tokens, num_groups)](
         qkv_TX, prep.q_norm_weight, prep.k_norm_weight, prep.cos_sin_cache,
         positions_T, slot_mapping_T, q_THD, k_cache_NPKD, v_cache_NPKD,
@@ -52,9 +53,9 @@ def prepare_qkv(
         HALF=rotary_size // 2,
         BLOCK_SIZE=k_cache_NPKD.shape[1],
         BLOCK_HEADS=block_heads,
-        BLOCK_HALF=triton.next_power_of_2(rotary_size // 2),
-        BLOCK_REST=triton.next_power_of_2(head_size - rotary_size),
-        BLOCK_HEAD=triton.next_power_of_2(head_size),
+        BLOCK_HALF=next_power_of_2(rotary_size // 2),
+        BLOCK_REST=next_power_of_2(head_size - rotary_size),
+        BLOCK_HEAD=next_power_of_2(head_size),
         num_warps=1,
         **options,
     )  # fmt: skip
@@ -64,7 +65,7 @@ def prepare_qkv(
 def _block_heads(num_tokens: int, num_heads: int, num_kv_heads: int) -> int:
     """Heads of a program, a power of two."""
     most = _HEADS_PER_PROGRAM
-    programs = num_tokens * (triton.cdiv(num_heads, most) + 2 * triton.cdiv(num_kv_heads, most))
+    programs = num_tokens * (cdiv(num_heads, most) + 2 * cdiv(num_kv_heads, most))
     if num_tokens > _FEW_TOKENS and programs <= MULTIPROCESSORS:
         most = _HEADS_OF_SOME_TOKENS
     return min(most, 1 << (num_heads - 1).bit_length())

@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_core.api import Routing
+from nanovllm_core.kernels import next_power_of_2
 
 NO_ID = tl.constexpr(0x7FFFFFFF)
 TAKEN = tl.constexpr(-0x80000000)
@@ -182,7 +183,7 @@ def routing_constants(num_experts: int, routing: Routing) -> dict[str, Any]:
         "TOP_GROUPS": routing.top_groups,
         "BEST_TWO": routing.group_score == "top2",
         "NUM_SHARED": routing.num_shared,
-        "BLOCK_GROUPS": triton.next_power_of_2(routing.num_groups),
-        "BLOCK_EXPERTS": triton.next_power_of_2(num_experts // routing.num_groups),
-        "BLOCK_SHARED": triton.next_power_of_2(max(routing.num_shared, 1)),
+        "BLOCK_GROUPS": next_power_of_2(routing.num_groups),
+        "BLOCK_EXPERTS": next_power_of_2(num_experts // routing.num_groups),
+        "BLOCK_SHARED": next_power_of_2(max(routing.num_shared, 1)),
     }
