@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from nanovllm_core.kernels import next_power_of_2
 from nanovllm_kernels_triton.multiprocessors import MULTIPROCESSORS
 
 FEW_SHARE = 0.85
@@ -124,7 +125,7 @@ def _share_of_experts(tokens: int, chosen: int, num_experts: int, num_shared: in
 
     Of the next power of two of tokens: a start tries those, and has compiled all that follows.
     """
-    routed, tokens = num_experts - num_shared, _power_of_two(tokens)
+    routed, tokens = num_experts - num_shared, next_power_of_2(tokens)
     missed = (1 - (chosen - num_shared) / routed) ** tokens
     return (num_shared + routed * (1 - missed)) / (tokens * chosen)
 
@@ -137,7 +138,7 @@ def _rows_of_tile(rows: int, itemsize: int) -> int:
     if rows <= 8:
         return 16
     tallest = 128 if itemsize == 2 else 64  # float32 has no tensor cores, and twice the registers
-    return min(max(_power_of_two(-(-4 * rows // 3)), 32), tallest)
+    return min(max(next_power_of_2(-(-4 * rows // 3)), 32), tallest)
 
 
 def _few_plan(tokens: int, outputs: int, inputs: int, itemsize: int) -> FewPlan:
@@ -156,7 +157,7 @@ def _few_plan(tokens: int, outputs: int, inputs: int, itemsize: int) -> FewPlan:
     powers = [1 << power for power in range(tokens.bit_length())]
     sizes = [min(_FEW_SIZES, key=lambda size: busiest(size, power)) for power in powers]
     block_n = min(sizes, key=lambda size: busiest(size, tokens))
-    block_k = min(_power_of_two(inputs), _STEP_BYTES // max(block_n, 8) // itemsize)
+    block_k = min(next_power_of_2(inputs), _STEP_BYTES // max(block_n, 8) // itemsize)
     buffer = (block_n + 1) * block_k * itemsize
     num_warps = min(max(block_n * block_k * itemsize // _WARP_BYTES, 1), 4)
     lanes = max(block_k * itemsize // 16, 1)  # of each thread one, which reads 16 bytes at once
@@ -189,8 +190,3 @@ def _small_plan(block_m: int, block_k: int) -> GroupedPlan:
     stages = {16: 5, 32: 4, 64: 3, 128: 2}[block_m]
     warps = 8 if block_m >= 64 else 4
     return GroupedPlan(block_m, 128, block_k, warps, stages, per_processor=1)
-
-
-def _power_of_two(number: int) -> int:
-    """The least that is not below."""
-    return 1 << (number - 1).bit_length()

@@ -298,4 +298,4 @@ class LinearLauncher:
 
 def _block_m(x_TK: Tensor) -> int:
     """The rows of a tile of x, 16 at least."""
-    return max(16, 1 << (x_TK.shape[0] - 1).bit_length())
+    return max(16, next_power_of_2(x_TK.shape[0]))

@@ -26,6 +26,7 @@ from functools import lru_cache
 
 import torch
 
+from nanovllm_core.kernels import next_power_of_2
 from nanovllm_kernels_triton.multiprocessors import MULTIPROCESSORS
 
 VECTOR_ROWS = 2
@@ -138,7 +139,7 @@ def _is_half(dtype: torch.dtype) -> bool:
 
 
 def _vector_plan(inputs: int, dtype: torch.dtype) -> VectorPlan:
-    padded = 1 << (inputs - 1).bit_length()
+    padded = next_power_of_2(inputs)
     block_n = min(max(_VECTOR_WEIGHTS // padded, 4 if padded <= 4096 else 2), 16)
     return VectorPlan(block_n, max(block_n * padded * dtype.itemsize // _WARP_BYTES, 1))
 

@@ -68,7 +68,7 @@ def _block_heads(num_tokens: int, num_heads: int, num_kv_heads: int) -> int:
     programs = num_tokens * (cdiv(num_heads, most) + 2 * cdiv(num_kv_heads, most))
     if num_tokens > _FEW_TOKENS and programs <= MULTIPROCESSORS:
         most = _HEADS_OF_SOME_TOKENS
-    return min(most, 1 << (num_heads - 1).bit_length())
+    return min(most, next_power_of_2(num_heads))
 
 
 @triton.jit
