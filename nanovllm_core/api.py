@@ -61,6 +61,7 @@ from nanovllm_core.interfaces.executor import (
 )
 from nanovllm_core.interfaces.kernels import (
     CompilingKernels as CompilingKernels,
+    FetchingKernels as FetchingKernels,
     GatedKernels as GatedKernels,
     KernelSet as KernelSet,
     LatentPrep as LatentPrep,

@@ -311,6 +311,17 @@ class MixtureKernels(Protocol):
 
 
 @runtime_checkable
+class FetchingKernels(Protocol):
+    """A kernel set whose mixtures fetch what is read next while memory waits for their routers."""
+
+    def announce_weight(self, gate_up_N2FE: Tensor, weight_XE: Tensor) -> None:
+        """Behind the mixture with this stack comes a product by this weight. No result changes.
+
+        Called once for a stack, before its first step.
+        """
+
+
+@runtime_checkable
 class CompilingKernels(Protocol):
     """A kernel set that can compile its kernels, and others in its language, in parallel."""
 

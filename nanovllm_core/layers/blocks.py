@@ -14,6 +14,7 @@ from nanovllm_core.layers.linear import (
     MergedColumnParallelLinear,
     RowParallelLinear,
 )
+from nanovllm_core.layers.matrix import WeightMatrix
 from nanovllm_core.layers.norm import RMSNorm
 
 
@@ -61,3 +62,26 @@ def announce_norm(block: nn.Module, norm: RMSNorm) -> None:
     """
     if isinstance(block, Announced):
         block.announce(norm)
+
+
+@runtime_checkable
+class Fetching(Protocol):
+    """A block whose kernels have time to fetch a weight that another block reads."""
+
+    def announce_next(self, matrix: WeightMatrix) -> None:
+        """The next product is that by `matrix`."""
+
+
+@runtime_checkable
+class Starting(Protocol):
+    """A block that says which product it starts with."""
+
+    @property
+    def first_matrix(self) -> WeightMatrix:
+        """The matrix of that product."""
+
+
+def announce_next(block: nn.Module, following: nn.Module) -> None:
+    """Tell a block, once, which product starts the one behind it, where both have to do with it."""
+    if isinstance(block, Fetching) and isinstance(following, Starting):
+        block.announce_next(following.first_matrix)

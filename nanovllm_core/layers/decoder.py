@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from pydantic import BaseModel
@@ -30,11 +31,12 @@ from nanovllm_core.errors import PluginLoadError
 from nanovllm_core.interfaces.kernels import QKPrep
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.layers.attention import Attention
-from nanovllm_core.layers.blocks import announce_norm, linear_add, norm_linear
+from nanovllm_core.layers.blocks import announce_next, announce_norm, linear_add, norm_linear
 from nanovllm_core.layers.context import LayerContext
 from nanovllm_core.layers.decoder_config import DecoderConfig
 from nanovllm_core.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from nanovllm_core.layers.linear import QKVParallelLinear, RowParallelLinear
+from nanovllm_core.layers.matrix import WeightMatrix
 from nanovllm_core.layers.mlp import GatedMLP
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.rotary import build_cos_sin_cache
@@ -72,6 +74,11 @@ class SelfAttention(nn.Module):
         self.attn = Attention(
             context, prep, scale=head_dim**-0.5, sliding_window=config.sliding_window
         )
+
+    @property
+    def first_matrix(self) -> WeightMatrix:
+        """That of the product with which `forward` starts."""
+        return self.qkv_proj.matrix
 
     def announce(self, norm: RMSNorm) -> None:
         """`norm` is the next reader of the sum."""
@@ -123,6 +130,8 @@ class Decoder(nn.Module):
         norms = [*(layer.input_layernorm for layer in layers), self.norm]
         for layer, norm in zip(layers, norms[1:], strict=True):
             announce_norm(layer.mlp, norm)
+        for layer, following in pairwise(layers):
+            announce_next(layer.mlp, following.self_attn)
 
     def forward(self, input_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         residual_TE = self.embed_tokens(input_ids_T)

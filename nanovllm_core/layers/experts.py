@@ -12,10 +12,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from nanovllm_core.interfaces.kernels import Routing
+from nanovllm_core.interfaces.kernels import FetchingKernels, Routing
 from nanovllm_core.layers.context import LayerContext
 from nanovllm_core.layers.linear import SumOverRanks
-from nanovllm_core.layers.matrix import Piece, Pieces, make_split_parameter
+from nanovllm_core.layers.matrix import Piece, Pieces, WeightMatrix, make_split_parameter
 from nanovllm_core.layers.mlp import GatedMLP
 from nanovllm_core.layers.module import (
     Layer,
@@ -216,6 +216,12 @@ class SparseMLP(nn.Module):
     def announce(self, norm: RMSNorm) -> None:
         """`norm` is the next reader of the sum."""
         self.sum.norm = norm
+
+    def announce_next(self, matrix: WeightMatrix) -> None:
+        """The next product is that by `matrix`."""
+        kernels, weight = self.experts.context.kernels, matrix.streamed
+        if weight is not None and isinstance(kernels, FetchingKernels):
+            kernels.announce_weight(self.experts.gate_up.tensor, weight)
 
     def forward(self, residual_TE: Tensor, norm: RMSNorm) -> Tensor:
         """residual + the mixture of norm(residual). The residual is overwritten."""

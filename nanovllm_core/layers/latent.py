@@ -28,7 +28,7 @@ from nanovllm_core.layers.attention import AttentionLayer
 from nanovllm_core.layers.blocks import linear_add, norm_linear
 from nanovllm_core.layers.context import LayerContext
 from nanovllm_core.layers.linear import ColumnParallelLinear, RowParallelLinear
-from nanovllm_core.layers.matrix import Piece, make_split_parameter
+from nanovllm_core.layers.matrix import Piece, WeightMatrix, make_split_parameter
 from nanovllm_core.layers.module import Layer
 from nanovllm_core.layers.norm import RMSNorm
 
@@ -111,6 +111,11 @@ class LatentAttention(AttentionLayer):
     @property
     def shape(self) -> AttentionShape:
         return self._shape
+
+    @property
+    def first_matrix(self) -> WeightMatrix:
+        """That of the product with which `forward` starts."""
+        return self.qkv_a_proj.matrix
 
     def announce(self, norm: RMSNorm) -> None:
         """`norm` is the next reader of the sum."""

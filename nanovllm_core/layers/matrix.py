@@ -88,6 +88,11 @@ class WeightMatrix(ABC):
     def finalize(self) -> None:  # noqa: B027 - most formats store what was loaded
         """Called once, after the weights are loaded: the place to repack them for a kernel."""
 
+    @property
+    def streamed(self) -> Tensor | None:
+        """The tensor that products of few rows read from its beginning; None: it is not said."""
+        return None
+
     @abstractmethod
     def embed(self, ids_T: Tensor) -> Tensor:
         """Rows of W, int32 or int64 ids below out -> [T, in]."""
@@ -163,6 +168,10 @@ class PlainMatrix(WeightMatrix):
         self.tensor = make_split_parameter(layer.context, outputs, inputs)
         self.tensor.dummy_std = layer.dummy_std
         layer.weight = self.tensor
+
+    @property
+    def streamed(self) -> Tensor:
+        return self.tensor
 
     def embed(self, ids_T: Tensor) -> Tensor:
         return self.kernels.embed(ids_T, self.tensor)

@@ -1,15 +1,16 @@
-"""Bugs planted in a set that computes whole mixtures: the suite of kernel sets catches each."""
+"""Bugs planted in sets that compute whole mixtures, or fetch weights: the suite catches each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import count
 
 import pytest
 import torch
 from torch import Tensor
 
-from nanovllm_core.api import MixtureKernels, Routing
+from nanovllm_core.api import FetchingKernels, MixtureKernels, Routing
 from nanovllm_core.kernels import TorchKernels
 from nanovllm_kit.kernel_mixture import RULES, Mixture, MixtureChecks, one_by_one
 
@@ -135,3 +136,42 @@ def test_a_planted_bug_is_caught(operation: Operation, check: str) -> None:
     """By the check that is about it."""
     with pytest.raises(AssertionError):
         run(check, operation)
+
+
+class Announced(TorchKernels, FetchingKernels):
+    """A set that does this with an announced stack and weight."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.use = use
+
+    def announce_weight(self, gate_up_N2FE: Tensor, weight_XE: Tensor) -> None:
+        self.use(gate_up_N2FE, weight_XE)
+
+
+def overwrites_the_beginning_of_the_weight(_: Tensor, weight: Tensor) -> None:
+    weight[0] = 0.0
+
+
+def stores_the_weight_in_the_stack(stack: Tensor, weight: Tensor) -> None:
+    stack[:] = weight[: stack.shape[1]]
+
+
+@pytest.mark.parametrize(
+    ("use", "is_caught"),
+    [
+        (lambda stack, weight: None, False),
+        (overwrites_the_beginning_of_the_weight, True),
+        (stores_the_weight_in_the_stack, True),
+    ],
+)
+def test_a_set_that_uses_an_announced_weight_is_caught(
+    use: Callable[[Tensor, Tensor], object], is_caught: bool
+) -> None:
+    """And one that does not passes."""
+    catches = pytest.raises(AssertionError) if is_caught else nullcontext()
+    for rows in (1, 5):
+        with catches:
+            MixtureChecks().test_an_announced_weight_changes_no_result(
+                Announced(use), torch.device("cpu"), torch.float32, rows
+            )

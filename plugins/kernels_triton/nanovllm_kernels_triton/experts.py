@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nanovllm_core.api import Routing
 from nanovllm_core.kernels import cdiv, next_power_of_2
 from nanovllm_kernels_triton.experts_choice import (
+    MOST_FETCHED,
     ExpertsPlan,
     FewExperts,
     FewPlan,
@@ -67,16 +68,16 @@ class Order(NamedTuple):
 def run_experts(
     x_TE: Tensor, weights_TC: Tensor, ids_TC: Tensor, gate_up_N2FE: Tensor, down_NEF: Tensor,
     options: Options, plan: ExpertsPlan | None = None, *,
-    num_shared: int = 0, residual_TE: Tensor | None = None,
+    num_shared: int = 0, residual_TE: Tensor | None = None, next_weight: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """See `KernelSet.experts`."""
+    """See `KernelSet.experts`, and `few_gate_up` for the next weight."""
     num_experts, hidden, intermediate = down_NEF.shape
     weights_TC, ids_TC = weights_TC.contiguous(), ids_TC.contiguous()
     if plan is None:
         sizes = (num_experts, hidden, intermediate, x_TE.dtype.itemsize)
         plan = choose_experts(*ids_TC.shape, *sizes, shared_memory_of(x_TE.device), num_shared)
     if isinstance(plan, FewExperts):
-        hidden_PF = few_gate_up(plan.gate_up, x_TE, ids_TC, gate_up_N2FE, options)
+        hidden_PF = few_gate_up(plan.gate_up, x_TE, ids_TC, gate_up_N2FE, options, next_weight)
         return few_down(plan.down, hidden_PF, weights_TC, ids_TC, down_NEF, options, residual_TE)
     order = sort_pairs(ids_TC, num_experts, plan.gate_up.block_m, options)
     hidden_PF = grouped_gate_up(plan.gate_up, x_TE, order, gate_up_N2FE, options)
@@ -104,14 +105,18 @@ def run_norm_experts(
     plans: tuple[NormRoutePlan, FewExperts], x_TE: Tensor, norm_weight_E: Tensor, eps: float,
     weight_NE: Tensor, routing: Routing, bias_N: Tensor | None, gate_up_N2FE: Tensor,
     down_NEF: Tensor, passed: Tensor, options: Options, residual_TE: Tensor | None = None,
+    next_weight: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """See `MixtureKernels.norm_experts`; `passed` is of `empty_logits`, before and afterwards."""
+    """See `MixtureKernels.norm_experts`, and `few_gate_up` for the next weight.
+
+    `passed` is of `empty_logits`, before and afterwards.
+    """
     rank_plan, plan = plans
     try:
         weights_TC, ids_TC, normed_TE = run_norm_rank(
             rank_plan, x_TE, norm_weight_E, eps, weight_NE, routing, bias_N, passed, options
         )
-        hidden_PF = few_gate_up(plan.gate_up, normed_TE, ids_TC, gate_up_N2FE, options)
+        hidden_PF = few_gate_up(plan.gate_up, normed_TE, ids_TC, gate_up_N2FE, options, next_weight)
         return few_down(
             plan.down, hidden_PF, weights_TC, ids_TC, down_NEF, options, residual_TE,
             passed=passed, num_passed=len(weight_NE),
@@ -142,15 +147,20 @@ def multiprocessors_of(device: torch.device) -> int:
 
 
 def few_gate_up(
-    plan: FewPlan, x_TE: Tensor, ids_TC: Tensor, gate_up_N2FE: Tensor, options: Options
-) -> Tensor:
-    """silu(gate) * up of each pair -> [P, F]."""
+    plan: FewPlan, x_TE: Tensor, ids_TC: Tensor, gate_up_N2FE: Tensor, options: Options,
+    next_weight: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """silu(gate) * up of each pair -> [P, F].
+
+    `next_weight`, contiguous, is that of the next product: its beginning is fetched meanwhile.
+    """
     num_pairs, chosen = ids_TC.numel(), ids_TC.shape[1]
     intermediate, hidden = gate_up_N2FE.shape[1] // 2, gate_up_N2FE.shape[2]
     hidden_PF = x_TE.new_empty((num_pairs, intermediate))
     tiles = num_pairs * cdiv(intermediate, plan.block_n // 2)
     few_gate_up_kernel[(min(tiles, plan.per_processor * MULTIPROCESSORS),)](
-        x_TE, ids_TC, gate_up_N2FE, hidden_PF, num_pairs, x_TE.stride(0),
+        x_TE, ids_TC, gate_up_N2FE, hidden_PF, next_weight, num_pairs, x_TE.stride(0),
+        NEXT=0 if next_weight is None else min(next_weight.nbytes, MOST_FETCHED),
         CHOSEN=chosen, OUTPUTS=intermediate, INPUTS=hidden, BLOCK_N=plan.block_n // 2,
         LANES=plan.lanes, SIGNAL=plan.signal, **_loop(plan), **options,
     )  # fmt: skip

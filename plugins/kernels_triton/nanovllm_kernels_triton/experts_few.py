@@ -26,18 +26,22 @@ from nanovllm_kernels_triton.norm_route import take_out_logits
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def few_gate_up_kernel(
-    x_ptr, ids_ptr, weight_ptr, hidden_ptr, num_pairs, x_stride,
-    CHOSEN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    x_ptr, ids_ptr, weight_ptr, hidden_ptr, next_ptr, num_pairs, x_stride,
+    NEXT: tl.constexpr, CHOSEN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, LANES: tl.constexpr,
     SIGNAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """silu(gate) * up of each pair -> `hidden_ptr` [pairs, OUTPUTS]; a tile has BLOCK_N of them.
 
-    Weight [experts, 2·OUTPUTS, INPUTS], the gate's rows first.
+    Weight [experts, 2·OUTPUTS, INPUTS], the gate's rows first. The first NEXT bytes behind
+    `next_ptr`, a weight that is read after the mixture, are on their way to the L2 cache before the
+    kernel waits: until the router has chosen, memory has nothing to do.
     """
     TILES: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
     STEPS: tl.constexpr = (INPUTS + BLOCK_K - 1) // BLOCK_K
     if DEPENDENT:
+        if NEXT > 0:
+            _prefetch_to_stay(next_ptr, NEXT)
         gdc_wait()
     first, end = _run_of_program(num_pairs * TILES)
     signal = tl.maximum(end * STEPS - SIGNAL, first * STEPS)
@@ -165,9 +169,36 @@ def _prefetch(
     columns = start + tl.arange(0, max(BLOCK_K // LINE, 1)) * LINE
     ptrs = matrix_ptr + outputs[:, None] * INPUTS + columns[None, :]
     mask = (outputs < OUTPUTS)[:, None] & (columns < INPUTS)[None, :]
+    _prefetch_lines(ptrs, mask, _TO_L2)
+
+
+@triton.jit
+def _prefetch_to_stay(ptr, BYTES: tl.constexpr):
+    """Start the way of some bytes to the L2 cache, where they stay when others stream through it.
+
+    The programs take lines of 128 bytes in turn. All weights of a mixture come through the cache
+    before these are read.
+    """
+    BLOCK: tl.constexpr = 128
+    LINE: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
+    for first in range(tl.program_id(0) * BLOCK, BYTES // 128, tl.num_programs(0) * BLOCK):
+        lines = first + tl.arange(0, BLOCK)
+        _prefetch_lines(ptr + lines.to(tl.int64) * LINE, lines < BYTES // 128, _TO_STAY_IN_L2)
+
+
+_TO_L2 = tl.constexpr(
+    "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }"
+)
+_TO_STAY_IN_L2 = tl.constexpr(
+    "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2::evict_last [$1]; mov.u32 $0, 0; }"
+)
+
+
+@triton.jit
+def _prefetch_lines(ptrs, mask, ASSEMBLY: tl.constexpr):
+    """Of the lines at `ptrs` those with a true mask."""
     tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r", [ptrs.to(tl.int64), mask.to(tl.int32)],
+        ASSEMBLY, "=r,l,r", [ptrs.to(tl.int64), mask.to(tl.int32)],
         dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 

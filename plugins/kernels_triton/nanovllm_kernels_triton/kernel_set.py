@@ -9,6 +9,7 @@ from torch.nn.functional import linear
 
 from nanovllm_core.api import (
     CapturedTail,
+    FetchingKernels,
     GatedKernels,
     LatentPrep,
     MixtureKernels,
@@ -62,7 +63,9 @@ def make_kernels(_options: BaseModel, device: torch.device) -> TritonKernels:
     return kernels
 
 
-class TritonKernels(TorchKernels, RoutingKernels, MixtureKernels, GatedKernels, NormingKernels):
+class TritonKernels(
+    TorchKernels, RoutingKernels, MixtureKernels, FetchingKernels, GatedKernels, NormingKernels
+):
     """See `KernelSet` for what each operation promises, `TorchKernels` for the reference."""
 
     name = "triton"
@@ -72,6 +75,8 @@ class TritonKernels(TorchKernels, RoutingKernels, MixtureKernels, GatedKernels, 
         self._linears = LinearLauncher(dependent_launch=dependent_launch)
         self._options = launch_options(dependent_launch)
         self._logits: Tensor | None = None
+        self._next_weights: dict[int, Tensor] = {}
+        """By the address of a stack of gates and ups, the weight of the product behind it."""
 
     def allocate(self, device: torch.device) -> None:
         """Make what the first call would make otherwise, so that a capture may be the first."""
@@ -273,7 +278,11 @@ class TritonKernels(TorchKernels, RoutingKernels, MixtureKernels, GatedKernels, 
         return run_norm_experts(
             plans, x_TE, norm_weight_E, eps, weight_NE, routing, bias_N, gate_up_N2FE, down_NEF,
             self._passed_logits(x_TE.device), self._options, residual_TE,
+            self._next_weights.get(gate_up_N2FE.data_ptr()),
         )  # fmt: skip
+
+    def announce_weight(self, gate_up_N2FE: Tensor, weight_XE: Tensor) -> None:
+        self._next_weights[gate_up_N2FE.data_ptr()] = weight_XE
 
     def _passed_logits(self, device: torch.device) -> Tensor:
         if self._logits is None:
@@ -297,8 +306,11 @@ class TritonKernels(TorchKernels, RoutingKernels, MixtureKernels, GatedKernels, 
             weights_TC, ids_TC = weights_TC[:, :-num_shared], ids_TC[:, :-num_shared]
             gate_up_N2FE, down_NEF = gate_up_N2FE[:-num_shared], down_NEF[:-num_shared]
             num_shared = 0
-        inputs = (x_TE, weights_TC, ids_TC, gate_up_N2FE, down_NEF)
-        return run_experts(*inputs, self._options, num_shared=num_shared, residual_TE=residual_TE)
+        return run_experts(
+            x_TE, weights_TC, ids_TC, gate_up_N2FE, down_NEF, self._options,
+            num_shared=num_shared, residual_TE=residual_TE,
+            next_weight=self._next_weights.get(gate_up_N2FE.data_ptr()),
+        )  # fmt: skip
 
     def _add_shared_experts(
         self,

@@ -28,6 +28,10 @@ from nanovllm_core.kernels import cdiv, launch_options, next_power_of_2
 from nanovllm_kernels_triton.linear_choice import LinearPlan, TilePlan, VectorPlan
 
 _MAX_SPLIT_TILES = 1024
+LARGE_BYTES = tl.constexpr(2**24)
+"""Of a weight that leaves the L2 cache first. On an H100 the products of a layer at one row took
+1 % less so of Qwen3-1.7B, and 0.5 % less of 8B and 32B; those of 0.6B, of 12 MiB at most, 3 % more.
+"""
 
 
 @triton.jit
@@ -39,15 +43,22 @@ def vector_linear_kernel(
 ):  # fmt: skip
     """BLOCK_N weight rows per program, whole (BLOCK_K >= INPUTS): every load is in flight at once.
 
-    ADD: `out_ptr` holds the residual, which is summed before the one rounding.
+    ADD: `out_ptr` holds the residual, which is summed before the one rounding. A large weight
+    leaves the L2 cache first: it will not be there when the next step reads it.
     """
+    ROWS_OF_WEIGHT: tl.constexpr = 2 * OUTPUTS if GATED else OUTPUTS
+    ITEM_BITS: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth
+    IS_LARGE: tl.constexpr = ROWS_OF_WEIGHT * INPUTS * ITEM_BITS // 8 >= LARGE_BYTES
+    POLICY: tl.constexpr = "evict_first" if IS_LARGE else ""
     if DEPENDENT:
         gdc_launch_dependents()
     columns = tl.arange(0, BLOCK_K)
     inside = columns < INPUTS
     weight_ptrs, exists = _weight_rows(weight_ptr, BLOCK_N, OUTPUTS, INPUTS, GATED)
     mask = exists[:, None] & inside[None, :]
-    weight = tl.load(weight_ptrs[:, None] + columns[None, :], mask=mask, other=0.0)
+    weight = tl.load(
+        weight_ptrs[:, None] + columns[None, :], mask=mask, other=0.0, eviction_policy=POLICY
+    )
     if norm_weight_ptr is not None:
         norm_weight = tl.load(norm_weight_ptr + columns, mask=inside, other=0.0)
     tl.debug_barrier()  # or the compiler would put off loads until others have been used

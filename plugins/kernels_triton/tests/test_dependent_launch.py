@@ -109,6 +109,8 @@ def consumers(dependent_launch: bool, rows: int) -> dict[str, tuple[Tensor, Call
 
     many = (random(MANY, SIZE, seed=13) / 32, routing, None)
     stacks = (random(MANY, 512, SIZE, seed=14) / 32, random(MANY, SIZE, 256, seed=15) / 16)
+    for stack in (gate_up, stacks[0]):
+        kernels.announce_weight(stack, square)
 
     def norm_experts(x: Tensor) -> Tensor:
         for _ in range(2):  # the second passes logits where those of the first were taken out

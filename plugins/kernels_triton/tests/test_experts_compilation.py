@@ -9,6 +9,7 @@ import pytest
 
 from nanovllm_core.api import Routing
 from nanovllm_kernels_triton.experts_choice import (
+    MOST_FETCHED,
     ExpertsPlan,
     FewExperts,
     FewPlan,
@@ -45,7 +46,7 @@ def jobs_of(
     num_experts, chosen, hidden, intermediate = SHAPES[shape]
     sizes = (num_experts, hidden, intermediate, 4 if dtype == "fp32" else 2)
     plan = choose_experts(tokens, chosen, *sizes, shared) if plan is None else plan
-    arrays = ("x_ptr", "weight_ptr", "hidden_ptr", "result_ptr", "out_ptr")
+    arrays = ("x_ptr", "weight_ptr", "hidden_ptr", "result_ptr", "out_ptr", "next_ptr")
     types = {
         **dict.fromkeys(arrays, f"*{dtype}:16"), **INDICES, "weights_ptr": "*fp32:16",
         "x_stride": "i32:16", "out_stride": "i32:16",
@@ -62,7 +63,8 @@ def jobs_of(
         constants |= {"BLOCK_N": block_n, "BLOCK_K": product.block_k, "STAGES": product.num_stages}
         if isinstance(plan, FewExperts):
             kernel, names = f"{FEW}:few_{part}_kernel", FEW_ARGUMENTS[part]
-            constants |= FEW_CONSTANTS | {"AHEAD": plan.down.ahead} if part == "down" else {}
+            fetched = {"AHEAD": plan.down.ahead} if part == "down" else {"NEXT": MOST_FETCHED}
+            constants |= (FEW_CONSTANTS if part == "down" else {}) | fetched
             constants |= {"LANES": product.lanes, "SIGNAL": product.signal}
         else:
             kernel, names = f"{MANY}:grouped_{part}_kernel", MANY_ARGUMENTS[part]
@@ -97,7 +99,7 @@ def descriptors_of(part: str, dtype: str, plan: GroupedPlan) -> dict[str, str]:
 
 
 FEW_ARGUMENTS = {
-    "gate_up": "x_ptr ids_ptr weight_ptr hidden_ptr num_pairs x_stride",
+    "gate_up": "x_ptr ids_ptr weight_ptr hidden_ptr next_ptr num_pairs x_stride",
     "down": "hidden_ptr weights_ptr ids_ptr weight_ptr out_ptr num_tokens out_stride",
 }
 FEW_CONSTANTS = {"passed_ptr": None, "PASSED": 0, "SCALE": None, "ADD": True}
@@ -290,6 +292,17 @@ def test_weights_are_fetched_asynchronously_16_bytes_at_a_time(
     assert ptx.count("ld.global.v4") <= ("ADD" in constants)
     narrow = len(re.findall(r"ld\.global\.b16", ptx))
     assert narrow <= (constants["BLOCK_N"] if "ADD" in constants else 0)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in PRODUCTS if isinstance(JOBS[name].constexprs.get("NEXT"), int)]
+)
+def test_the_next_product_s_weight_is_on_its_way_before_the_experts_wait(
+    name: str, reports: dict[str, AotReport]
+) -> None:
+    """Marked to stay in the L2 cache, through which the experts stream meanwhile."""
+    ptx = reports[name].ptx
+    assert ptx.index("prefetch.global.L2::evict_last") < ptx.index("griddepcontrol.wait")
 
 
 @pytest.mark.parametrize("name", [name for name in PRODUCTS if int(name.split("-")[-2]) > 16])

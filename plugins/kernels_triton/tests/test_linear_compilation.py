@@ -206,6 +206,14 @@ def test_a_vector_program_fetches_its_weights_before_it_waits(
     assert sum(load < wait for load in loads) >= 8  # 64 weights a thread, 8 a load
 
 
+@pytest.mark.parametrize("name", [*PRODUCTS, *LARGE])
+def test_a_large_weight_leaves_the_cache_first(name: str, reports: dict[str, AotReport]) -> None:
+    """Of one row; a smaller one may still be there when the next step reads it."""
+    weight_rows, inputs, _ = (PRODUCTS | LARGE)[name]
+    is_large = 2 * weight_rows * inputs >= 2**24
+    assert ("L2::cache_hint" in reports[f"vector-{name}-dependent"].ptx) == is_large
+
+
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_a_tile_program_waits_first_and_signals_behind_its_loop(
     name: str, reports: dict[str, AotReport]

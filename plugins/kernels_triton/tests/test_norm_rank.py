@@ -6,6 +6,7 @@ The rules of routers are tested by the suite of kernel sets.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from nanovllm_core.api import Routing
 from nanovllm_core.kernels import TorchKernels
 from nanovllm_kernels_triton import experts
+from nanovllm_kernels_triton.experts_choice import FewPlan
 from nanovllm_kernels_triton.kernel_set import TritonKernels
 from nanovllm_kernels_triton.norm_rank import FEWEST_EXPERTS, choose_norm_rank, run_norm_rank
 from nanovllm_kernels_triton.norm_route import MOST_EXPERTS, choose_norm_route, empty_logits
@@ -199,6 +201,31 @@ def test_a_mixture_that_fails_between_its_kernels_leaves_no_logits(
             kernels.norm_experts(random(1, hidden), *given, *stacks)
     assert kernels._logits is not None
     assert torch.equal(kernels._logits, empty_logits(DEVICE))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_announced_weight_is_given_to_the_experts_of_its_stack(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the whole mixture at once, and where its operations are called one by one; no other stack
+    has it."""
+    num_experts, hidden, _, routing = MODELS["30B-A3B"]
+    kernels, (gate_up, down) = TritonKernels(), make_stacks("30B-A3B", torch.float32)
+    x, norm, weight = random(rows, hidden), random(hidden, seed=1), random(3, hidden, seed=2)
+    router = random(num_experts, hidden, seed=3) / 40
+    given: list[Tensor | None] = []
+    launch = experts.few_gate_up
+
+    def note(plan: FewPlan, *inputs: Any) -> Tensor:
+        given.append(inputs[-1])
+        return launch(plan, *inputs)
+
+    monkeypatch.setattr(experts, "few_gate_up", note)
+    kernels.announce_weight(gate_up, weight)
+    for stack in (gate_up, gate_up.clone()):
+        if kernels.norm_experts(x, norm, EPS, router, routing, None, stack, down) is None:
+            kernels.experts(x, *kernels.route(x @ router.t(), routing), stack, down)
+    assert given == [weight, None]
 
 
 def test_ranks_are_counted_for_one_row_of_many_experts() -> None:

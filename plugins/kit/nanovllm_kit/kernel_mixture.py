@@ -1,4 +1,4 @@
-"""The part of the kernel sets' suite about `norm_experts`, which a set may have.
+"""The part of the kernel sets' suite about `norm_experts` and `announce_weight`, optional both.
 
 Shape suffixes as in `nanovllm_core.interfaces.kernels`.
 """
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm_core.interfaces.kernels import KernelSet, MixtureKernels, Routing
+from nanovllm_core.interfaces.kernels import FetchingKernels, KernelSet, MixtureKernels, Routing
 from nanovllm_kit.kernel_calls import REFERENCE, random
 from nanovllm_kit.kernel_experts import REL_NORM
 from nanovllm_kit.numerics import assert_close_report
@@ -94,6 +94,34 @@ class MixtureChecks:
         actual_TE = at_once(kernels, mixture, x_TE)
         assert torch.equal(others_TE, actual_TE[1:])
         assert_close_report(actual_TE, one_by_one(mixture, x_TE), rel_norm=REL_NORM[dtype])
+
+    @pytest.mark.parametrize("rows", [1, 2, 5])
+    def test_an_announced_weight_changes_no_result(
+        self, kernels: KernelSet, device: torch.device, dtype: torch.dtype, rows: int
+    ) -> None:
+        """Of the mixture that it follows, by all its operations, and of another one."""
+        if not isinstance(kernels, FetchingKernels):
+            pytest.skip(f"{kernels.name} has no announce_weight")
+        mixture = make_mixture("softmax", device, dtype)
+        weight_XE = random(HIDDEN + 8, HIDDEN, device=device, dtype=dtype, seed=7)
+        x_TE, before_XE = make_rows(rows, mixture), weight_XE.clone()
+        stacks = [mixture, mixture._replace(gate_up=mixture.gate_up.flip(0))]
+        expected = [results_of(kernels, one, x_TE) for one in stacks]
+        kernels.announce_weight(mixture.gate_up, weight_XE)
+        for one, results in zip(stacks, expected, strict=True):
+            again = results_of(kernels, one, x_TE)
+            assert all(torch.equal(x, y) for x, y in zip(again, results, strict=True))
+        assert torch.equal(weight_XE, before_XE), "it changed the weight"
+
+
+def results_of(kernels: KernelSet, mixture: Mixture, x_TE: Tensor) -> list[Tensor]:
+    """A mixture's experts on x, and where the set has it the whole mixture at once."""
+    weights_TC, ids_TC = kernels.route(x_TE[:, :NUM_EXPERTS], mixture.routing)
+    results = [kernels.experts(x_TE, weights_TC, ids_TC, mixture.gate_up, mixture.down)]
+    if isinstance(kernels, MixtureKernels):
+        whole_TE = kernels.norm_experts(x_TE, *mixture)
+        results += [] if whole_TE is None else [whole_TE]
+    return results
 
 
 def at_once(
