@@ -67,7 +67,6 @@ from nanovllm_core.interfaces.kernels import (
     LatentPrep as LatentPrep,
     MixtureKernels as MixtureKernels,
     NormingKernels as NormingKernels,
-    PassingKernels as PassingKernels,
     QKPrep as QKPrep,
     Routing as Routing,
     RoutingKernels as RoutingKernels,

@@ -322,20 +322,6 @@ class FetchingKernels(Protocol):
 
 
 @runtime_checkable
-class PassingKernels(Protocol):
-    """A kernel set whose mixtures may begin before all of the sum that they read is there."""
-
-    def announce_sum(
-        self, weight_EF: Tensor, weight_NE: Tensor, routing: Routing, down_NEF: Tensor
-    ) -> None:
-        """Each `linear_add` of this weight is followed by `norm_experts` of its sum.
-
-        With this router, rule and stack, and nothing in between. No result changes. Called once
-        for a weight, before its first step.
-        """
-
-
-@runtime_checkable
 class CompilingKernels(Protocol):
     """A kernel set that can compile its kernels, and others in its language, in parallel."""
 

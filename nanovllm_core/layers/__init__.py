@@ -21,7 +21,6 @@ from nanovllm_core.layers.attention import (
     AttentionRuntime as AttentionRuntime,
 )
 from nanovllm_core.layers.blocks import (
-    announce_before as announce_before,
     announce_next as announce_next,
     announce_norm as announce_norm,
     gated_mlp as gated_mlp,

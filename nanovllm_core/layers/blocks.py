@@ -65,41 +65,23 @@ def announce_norm(block: nn.Module, norm: RMSNorm) -> None:
 
 
 @runtime_checkable
-class Between(Protocol):
-    """A block whose kernels share work with the products before and behind it."""
-
-    def announce_before(self, matrix: WeightMatrix) -> None:
-        """The block reads the residual to which the product by `matrix` was added, alone."""
+class Fetching(Protocol):
+    """A block whose kernels have time to fetch a weight that another block reads."""
 
     def announce_next(self, matrix: WeightMatrix) -> None:
         """The next product is that by `matrix`."""
 
 
 @runtime_checkable
-class WithProducts(Protocol):
-    """A block that begins and ends with a product."""
+class Starting(Protocol):
+    """A block that says which product it starts with."""
 
     @property
     def first_matrix(self) -> WeightMatrix:
-        """The matrix of the first product."""
-
-    @property
-    def last_matrix(self) -> WeightMatrix | None:
-        """That of the last, which is added to the residual; None where anything else is, too."""
-
-
-def announce_before(block: nn.Module, before: nn.Module) -> None:
-    """Tell a block, once, by which product the one before it ends, if both have to do with it.
-
-    Nothing may write to the residual in between.
-    """
-    if isinstance(block, Between) and isinstance(before, WithProducts):
-        matrix = before.last_matrix
-        if matrix is not None:
-            block.announce_before(matrix)
+        """The matrix of that product."""
 
 
 def announce_next(block: nn.Module, following: nn.Module) -> None:
-    """Tell a block, once, by which product the one behind it begins, if both have to do with it."""
-    if isinstance(block, Between) and isinstance(following, WithProducts):
+    """Tell a block, once, which product starts the one behind it, where both have to do with it."""
+    if isinstance(block, Fetching) and isinstance(following, Starting):
         block.announce_next(following.first_matrix)

@@ -31,13 +31,7 @@ from nanovllm_core.errors import PluginLoadError
 from nanovllm_core.interfaces.kernels import QKPrep
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.layers.attention import Attention
-from nanovllm_core.layers.blocks import (
-    announce_before,
-    announce_next,
-    announce_norm,
-    linear_add,
-    norm_linear,
-)
+from nanovllm_core.layers.blocks import announce_next, announce_norm, linear_add, norm_linear
 from nanovllm_core.layers.context import LayerContext
 from nanovllm_core.layers.decoder_config import DecoderConfig
 from nanovllm_core.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -83,13 +77,8 @@ class SelfAttention(nn.Module):
 
     @property
     def first_matrix(self) -> WeightMatrix:
-        """That of the product with which `forward` begins."""
+        """That of the product with which `forward` starts."""
         return self.qkv_proj.matrix
-
-    @property
-    def last_matrix(self) -> WeightMatrix | None:
-        """That of the product with which it ends, on one rank and without a bias."""
-        return self.o_proj.only_matrix
 
     def announce(self, norm: RMSNorm) -> None:
         """`norm` is the next reader of the sum."""
@@ -113,7 +102,6 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
         if isinstance(mlp, GatedMLP):  # a mixture's router norms the residual itself
             announce_norm(attention, self.post_attention_layernorm)
-        announce_before(mlp, attention)
 
     def forward(self, residual_TE: Tensor, positions_T: Tensor) -> Tensor:
         """The residual is overwritten on the way: only what is returned counts."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from nanovllm_core.interfaces.kernels import FetchingKernels, PassingKernels, Routing
+from nanovllm_core.interfaces.kernels import FetchingKernels, Routing
 from nanovllm_core.layers.context import LayerContext
 from nanovllm_core.layers.linear import SumOverRanks
 from nanovllm_core.layers.matrix import Piece, Pieces, WeightMatrix, make_split_parameter
@@ -216,14 +216,6 @@ class SparseMLP(nn.Module):
     def announce(self, norm: RMSNorm) -> None:
         """`norm` is the next reader of the sum."""
         self.sum.norm = norm
-
-    def announce_before(self, matrix: WeightMatrix) -> None:
-        """The mixture reads the residual to which the product by `matrix` was added, alone."""
-        kernels, gate, weight = self.experts.context.kernels, self.gate, matrix.streamed
-        router = gate.matrix.streamed
-        if weight is None or router is None or not isinstance(kernels, PassingKernels):
-            return
-        kernels.announce_sum(weight, router, gate.routing, self.experts.down.tensor)
 
     def announce_next(self, matrix: WeightMatrix) -> None:
         """The next product is that by `matrix`."""

@@ -114,13 +114,8 @@ class LatentAttention(AttentionLayer):
 
     @property
     def first_matrix(self) -> WeightMatrix:
-        """That of the product with which `forward` begins."""
+        """That of the product with which `forward` starts."""
         return self.qkv_a_proj.matrix
-
-    @property
-    def last_matrix(self) -> WeightMatrix | None:
-        """That of the product with which it ends, on one rank and without a bias."""
-        return self.o_proj.only_matrix
 
     def announce(self, norm: RMSNorm) -> None:
         """`norm` is the next reader of the sum."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from nanovllm_core.interfaces.model import heads_per_rank
 from nanovllm_core.interfaces.parallel import NormingParallel, TensorParallel
 from nanovllm_core.layers.context import LayerContext
-from nanovllm_core.layers.matrix import Piece, Pieces, WeightMatrix, make_split_parameter
+from nanovllm_core.layers.matrix import Piece, Pieces, make_split_parameter
 from nanovllm_core.layers.module import Layer, ShardId, make_parameter
 from nanovllm_core.layers.norm import RMSNorm
 
@@ -133,11 +133,6 @@ class RowParallelLinear(Layer):
 
     def finalize(self) -> None:
         self.matrix.finalize()
-
-    @property
-    def only_matrix(self) -> WeightMatrix | None:
-        """The matrix, where a product by it is the whole result: on one rank, without a bias."""
-        return self.matrix if self.context.tp.size == 1 and self.bias is None else None
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's inputs [T, in / ranks] -> the sum over ranks [T, out], whole on each."""

@@ -1,4 +1,4 @@
-"""A kernel set is told of the products before and behind each mixture."""
+"""A kernel set is told which weight is read behind each mixture: the next layer's first one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanovllm_core.api import FetchingKernels, KernelSet, NoOptions, PassingKernels, Routing
+from nanovllm_core.api import FetchingKernels, KernelSet, NoOptions, Routing
 from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.layers import (
     DecoderConfig,
@@ -20,10 +20,8 @@ from nanovllm_core.layers import (
     PlainMatrix,
     SingleRank,
     SparseMLP,
-    TensorParallel,
     WeightMatrix,
 )
-from nanovllm_kit.ranks import run_ranks
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 11, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4,
@@ -41,8 +39,7 @@ class Mixtures(DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, config: Mapping[str, Any]) -> DecoderConfig:
-        bias = bool(config.get("attention_bias"))
-        return DecoderConfig.from_config(config, output_bias=bias)
+        return DecoderConfig.from_config(config)
 
     @classmethod
     def make_mlp(
@@ -78,30 +75,22 @@ class Silent(PlainMatrix):
     streamed = None  # type: ignore[assignment]
 
 
-class ToldSet(TorchKernels, FetchingKernels, PassingKernels):
+class FetchingSet(TorchKernels, FetchingKernels):
     """Notes what it is told."""
 
     def __init__(self) -> None:
         super().__init__()
         self.announced: list[tuple[int, int]] = []
-        self.sums: list[tuple[int, int, Routing, int]] = []
 
     def announce_weight(self, gate_up_N2FE: Tensor, weight_XE: Tensor) -> None:
         self.announced.append((gate_up_N2FE.data_ptr(), weight_XE.data_ptr()))
 
-    def announce_sum(
-        self, weight_EF: Tensor, weight_NE: Tensor, routing: Routing, down_NEF: Tensor
-    ) -> None:
-        addresses = weight_EF.data_ptr(), weight_NE.data_ptr()
-        self.sums.append((*addresses, routing, down_NEF.data_ptr()))
-
 
 def build(
-    model: type[Mixtures], kernels: KernelSet, matrix: type[WeightMatrix] = PlainMatrix,
-    tp: TensorParallel | None = None, **config: Any,
-) -> Any:  # fmt: skip
-    context = LayerContext(torch.device("cpu"), torch.float32, tp or SingleRank(), kernels, matrix)
-    return model(NoOptions(), {**CONFIG, **config}, context)
+    model: type[Mixtures], kernels: KernelSet, matrix: type[WeightMatrix] = PlainMatrix
+) -> Any:
+    context = LayerContext(torch.device("cpu"), torch.float32, SingleRank(), kernels, matrix)
+    return model(NoOptions(), CONFIG, context)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +100,7 @@ def test_behind_a_mixture_comes_the_first_product_of_the_next_layer(
     model: type[Mixtures], product: str
 ) -> None:
     """Behind the last layer comes a norm of its own; a dense layer has no time to fetch."""
-    kernels = ToldSet()
+    kernels = FetchingSet()
     layers = build(model, kernels).model.layers
     assert kernels.announced == [
         (
@@ -123,32 +112,6 @@ def test_behind_a_mixture_comes_the_first_product_of_the_next_layer(
     ]
 
 
-@pytest.mark.parametrize("model", [Mixtures, LatentMixtures])
-def test_before_a_mixture_comes_the_last_product_of_its_layer_s_attention(
-    model: type[Mixtures],
-) -> None:
-    """With the router and the stack that read its sum."""
-    kernels = ToldSet()
-    layers = build(model, kernels).model.layers
-    assert kernels.sums == [
-        (
-            layer.self_attn.o_proj.weight.data_ptr(), layer.mlp.gate.weight.data_ptr(),
-            layer.mlp.gate.routing, layer.mlp.experts.down.tensor.data_ptr(),
-        )
-        for index, layer in enumerate(layers)
-        if index != DENSE_LAYER
-    ]  # fmt: skip
-
-
-def test_a_sum_that_more_is_added_to_is_not_announced() -> None:
-    """A bias, or the products of other ranks."""
-    kernels = ToldSet()
-    build(Mixtures, kernels, attention_bias=True)
-    run_ranks(2, lambda tp: build(Mixtures, kernels, tp=tp, num_key_value_heads=2))
-    assert kernels.sums == []
-    assert kernels.announced
-
-
 @pytest.mark.parametrize(
     ("model", "matrix"),
     [(UnknownMixtures, PlainMatrix), (Mixtures, Silent)],
@@ -157,12 +120,12 @@ def test_a_sum_that_more_is_added_to_is_not_announced() -> None:
 def test_of_a_product_that_is_not_known_nothing_is_told(
     model: type[Mixtures], matrix: type[WeightMatrix]
 ) -> None:
-    kernels = ToldSet()
+    kernels = FetchingSet()
     build(model, kernels, matrix)
-    assert kernels.announced == kernels.sums == []
+    assert kernels.announced == []
 
 
-def test_a_set_that_does_neither_is_told_nothing() -> None:
+def test_a_set_that_fetches_nothing_is_told_nothing() -> None:
     """The model is built all the same."""
-    assert not isinstance(TorchKernels(), FetchingKernels | PassingKernels)
+    assert not isinstance(TorchKernels(), FetchingKernels)
     assert len(build(Mixtures, TorchKernels()).model.layers) == 4

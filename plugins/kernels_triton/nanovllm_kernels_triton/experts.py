@@ -36,7 +36,6 @@ from nanovllm_kernels_triton.experts_many import (
 from nanovllm_kernels_triton.multiprocessors import MULTIPROCESSORS
 from nanovllm_kernels_triton.norm_rank import choose_norm_rank, run_norm_rank
 from nanovllm_kernels_triton.norm_route import EMPTY, NormRoutePlan
-from nanovllm_kernels_triton.passed_row import EMPTY_HALF
 
 _SORT_BLOCK = 4096
 """Up to so many pairs, each expert's program reads all."""
@@ -87,11 +86,11 @@ def run_experts(
 
 
 def choose_norm_experts(
-    tokens: int, weight_NE: Tensor, routing: Routing, down_NEF: Tensor
+    x_TE: Tensor, weight_NE: Tensor, routing: Routing, down_NEF: Tensor
 ) -> tuple[NormRoutePlan, FewExperts] | None:
     """The plans of a mixture as one operation; None: the operations apart."""
-    num_experts, hidden = weight_NE.shape
-    device, itemsize = weight_NE.device, weight_NE.dtype.itemsize
+    (tokens, hidden), num_experts = x_TE.shape, len(weight_NE)
+    device, itemsize = x_TE.device, x_TE.dtype.itemsize
     rank_plan = choose_norm_rank(
         tokens, hidden, num_experts, itemsize, routing, multiprocessors_of(device)
     )
@@ -106,30 +105,26 @@ def run_norm_experts(
     plans: tuple[NormRoutePlan, FewExperts], x_TE: Tensor, norm_weight_E: Tensor, eps: float,
     weight_NE: Tensor, routing: Routing, bias_N: Tensor | None, gate_up_N2FE: Tensor,
     down_NEF: Tensor, passed: Tensor, options: Options, residual_TE: Tensor | None = None,
-    next_weight: Tensor | None = None, passed_row: Tensor | None = None,
+    next_weight: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See `MixtureKernels.norm_experts`, and `few_gate_up` for the next weight.
 
-    `passed` is of `empty_logits`, before and afterwards. `passed_row`: the row of `empty_row` in
-    which x passes, which is empty afterwards; None: x is there.
+    `passed` is of `empty_logits`, before and afterwards.
     """
     rank_plan, plan = plans
     try:
         weights_TC, ids_TC, normed_TE = run_norm_rank(
-            rank_plan, x_TE, norm_weight_E, eps, weight_NE, routing, bias_N, passed, options,
-            passed_row,
-        )  # fmt: skip
+            rank_plan, x_TE, norm_weight_E, eps, weight_NE, routing, bias_N, passed, options
+        )
         hidden_PF = few_gate_up(plan.gate_up, normed_TE, ids_TC, gate_up_N2FE, options, next_weight)
         return few_down(
             plan.down, hidden_PF, weights_TC, ids_TC, down_NEF, options, residual_TE,
-            passed=passed, num_passed=len(weight_NE), passed_row=passed_row,
+            passed=passed, num_passed=len(weight_NE),
             scale=routing.scale if routing.renormalize else None,
         )  # fmt: skip
     except BaseException:
         with suppress(RuntimeError):  # of a device that has failed; the first error is told
             passed.fill_(EMPTY.value)  # or the next call would take these for its own
-            if passed_row is not None:
-                passed_row.fill_(EMPTY_HALF.value)
         raise
 
 
@@ -175,13 +170,11 @@ def few_gate_up(
 def few_down(
     plan: FewPlan, hidden_PF: Tensor, weights_TC: Tensor, ids_TC: Tensor, down_NEF: Tensor,
     options: Options, residual_TE: Tensor | None = None,
-    *, passed: Tensor | None = None, num_passed: int = 0, passed_row: Tensor | None = None,
-    scale: float | None = None,
+    *, passed: Tensor | None = None, num_passed: int = 0, scale: float | None = None,
 ) -> Tensor:  # fmt: skip
     """The weighted sum over each token's experts, on the residual if there is one -> [T, E].
 
     `passed`: of `empty_logits`, with `num_passed` logits of one token to be taken out; or None.
-    `passed_row`: of `empty_row`, with the numbers of one token to be taken out; or None.
     `scale`: that of weights which are still to be divided by their sum; None of others.
     """
     (num_tokens, chosen), (_, hidden, intermediate) = ids_TC.shape, down_NEF.shape
@@ -190,8 +183,7 @@ def few_down(
         out_TE = hidden_PF.new_empty((num_tokens, hidden))
     tiles = num_tokens * cdiv(hidden, plan.block_n)
     few_down_kernel[(min(tiles, plan.per_processor * MULTIPROCESSORS),)](
-        hidden_PF, weights_TC, ids_TC, down_NEF, out_TE, passed, passed_row,
-        num_tokens, out_TE.stride(0),
+        hidden_PF, weights_TC, ids_TC, down_NEF, out_TE, passed, num_tokens, out_TE.stride(0),
         PASSED=num_passed, SCALE=scale, CHOSEN=chosen,
         OUTPUTS=hidden, INPUTS=intermediate, ADD=residual_TE is not None,
         BLOCK_N=plan.block_n, LANES=plan.lanes, SIGNAL=plan.signal, AHEAD=plan.ahead,

@@ -22,7 +22,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_kernels_triton.norm_route import take_out_logits
-from nanovllm_kernels_triton.passed_row import take_out_numbers
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -75,8 +74,7 @@ def few_gate_up_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def few_down_kernel(
-    hidden_ptr, weights_ptr, ids_ptr, weight_ptr, out_ptr, passed_ptr, row_ptr,
-    num_tokens, out_stride,
+    hidden_ptr, weights_ptr, ids_ptr, weight_ptr, out_ptr, passed_ptr, num_tokens, out_stride,
     PASSED: tl.constexpr, SCALE: tl.constexpr, CHOSEN: tl.constexpr,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, ADD: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, LANES: tl.constexpr,
@@ -87,9 +85,9 @@ def few_down_kernel(
     Weight [experts, OUTPUTS, INPUTS]. ADD: `out_ptr` holds the residual, which is in the sum, and
     is read while weights are on their way. SCALE: the weights are first divided by their sum, and
     multiplied by it; None: they are not. `passed_ptr` [PASSED], or None: logits that have passed
-    and are taken out; so are the numbers in `row_ptr` [OUTPUTS], of one token. The weights of the
-    first AHEAD steps are on their way to the L2 cache before the kernel waits. The ids are known by
-    then: `few_gate_up_kernel`, which is the kernel before, signals behind its own wait.
+    and are taken out. The weights of the first AHEAD steps are on their way to the L2 cache before
+    the kernel waits. The ids are known by then: `few_gate_up_kernel`, which is the kernel before,
+    signals behind its own wait.
     """
     TILES: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
     CHUNKS: tl.constexpr = (INPUTS + BLOCK_K - 1) // BLOCK_K
@@ -141,8 +139,6 @@ def few_down_kernel(
                 total *= factor
             total += residual.to(tl.float32)
             tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=outputs < OUTPUTS)
-            if row_ptr is not None:
-                take_out_numbers(row_ptr, outputs, outputs < OUTPUTS)
             y = tl.zeros((BLOCK_N, LANES), tl.float32)
 
 

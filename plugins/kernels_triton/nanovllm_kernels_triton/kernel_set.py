@@ -14,7 +14,6 @@ from nanovllm_core.api import (
     LatentPrep,
     MixtureKernels,
     NormingKernels,
-    PassingKernels,
     QKPrep,
     Routing,
     RoutingKernels,
@@ -48,7 +47,6 @@ from nanovllm_kernels_triton.linear_choice import (
     choose_parts,
 )
 from nanovllm_kernels_triton.norm_route import choose_norm_route, empty_logits, run_norm_route
-from nanovllm_kernels_triton.passed_row import PassedRows
 from nanovllm_kernels_triton.per_head import is_for_few_rows, run_linear_per_head
 from nanovllm_kernels_triton.prepare_latent import prepare_latent
 from nanovllm_kernels_triton.prepare_qkv import prepare_qkv
@@ -66,9 +64,8 @@ def make_kernels(_options: BaseModel, device: torch.device) -> TritonKernels:
 
 
 class TritonKernels(
-    TorchKernels, RoutingKernels, MixtureKernels, FetchingKernels, PassingKernels, GatedKernels,
-    NormingKernels,
-):  # fmt: skip
+    TorchKernels, RoutingKernels, MixtureKernels, FetchingKernels, GatedKernels, NormingKernels
+):
     """See `KernelSet` for what each operation promises, `TorchKernels` for the reference."""
 
     name = "triton"
@@ -80,7 +77,6 @@ class TritonKernels(
         self._logits: Tensor | None = None
         self._next_weights: dict[int, Tensor] = {}
         """By the address of a stack of gates and ups, the weight of the product behind it."""
-        self._rows = PassedRows()
 
     def allocate(self, device: torch.device) -> None:
         """Make what the first call would make otherwise, so that a capture may be the first."""
@@ -184,8 +180,7 @@ class TritonKernels(
         if plan is None:
             residual_TE.addmm_(x_TF, weight_EF.t())
         else:
-            row = self._rows.begin(x_TF, weight_EF, residual_TE) if bias_E is None else None
-            self._linears.run(plan, x_TF, weight_EF, residual_TN=residual_TE, passed_row=row)
+            self._linears.run(plan, x_TF, weight_EF, residual_TN=residual_TE)
         return residual_TE if bias_E is None else residual_TE.add_(bias_E)
 
     def linear_add_norm(
@@ -277,21 +272,14 @@ class TritonKernels(
         down_NEF: Tensor,
         residual_TE: Tensor | None = None,
     ) -> Tensor | None:
-        plans = choose_norm_experts(len(x_TE), weight_NE, routing, down_NEF)
-        row = self._rows.end(x_TE, weight_NE, is_taken=plans is not None)
+        plans = choose_norm_experts(x_TE, weight_NE, routing, down_NEF)
         if plans is None:
             return None
         return run_norm_experts(
             plans, x_TE, norm_weight_E, eps, weight_NE, routing, bias_N, gate_up_N2FE, down_NEF,
             self._passed_logits(x_TE.device), self._options, residual_TE,
-            self._next_weights.get(gate_up_N2FE.data_ptr()), row,
+            self._next_weights.get(gate_up_N2FE.data_ptr()),
         )  # fmt: skip
-
-    def announce_sum(
-        self, weight_EF: Tensor, weight_NE: Tensor, routing: Routing, down_NEF: Tensor
-    ) -> None:
-        if choose_norm_experts(1, weight_NE, routing, down_NEF) is not None:
-            self._rows.announce(weight_EF, weight_NE)
 
     def announce_weight(self, gate_up_N2FE: Tensor, weight_XE: Tensor) -> None:
         self._next_weights[gate_up_N2FE.data_ptr()] = weight_XE

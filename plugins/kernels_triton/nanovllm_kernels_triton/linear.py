@@ -26,7 +26,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm_core.api import InconsistentStateError
 from nanovllm_core.kernels import cdiv, launch_options, next_power_of_2
 from nanovllm_kernels_triton.linear_choice import LinearPlan, TilePlan, VectorPlan
-from nanovllm_kernels_triton.passed_row import pass_numbers
 
 _MAX_SPLIT_TILES = 1024
 LARGE_BYTES = tl.constexpr(2**24)
@@ -37,16 +36,15 @@ LARGE_BYTES = tl.constexpr(2**24)
 
 @triton.jit
 def vector_linear_kernel(
-    x_ptr, norm_weight_ptr, weight_ptr, out_ptr, row_ptr, x_stride, out_stride,
+    x_ptr, norm_weight_ptr, weight_ptr, out_ptr, x_stride, out_stride,
     EPS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N weight rows per program, whole (BLOCK_K >= INPUTS): every load is in flight at once.
 
-    ADD: `out_ptr` holds the residual, which is summed before the one rounding. `row_ptr`: of
-    `passed_row.empty_row`, through which the one row passes too; or None. A large weight leaves the
-    L2 cache first: it will not be there when the next step reads it.
+    ADD: `out_ptr` holds the residual, which is summed before the one rounding. A large weight
+    leaves the L2 cache first: it will not be there when the next step reads it.
     """
     ROWS_OF_WEIGHT: tl.constexpr = 2 * OUTPUTS if GATED else OUTPUTS
     ITEM_BITS: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth
@@ -79,9 +77,6 @@ def vector_linear_kernel(
         y = tl.sum(products, axis=1, keep_dims=True)
         if ADD:
             y += residual.to(tl.float32)
-        if row_ptr is not None:
-            outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-            pass_numbers(row_ptr, outputs, y, mask, out_ptr.dtype.element_ty)
         _store(out_ptrs, y, mask, GATED)
 
 
@@ -240,12 +235,10 @@ class LinearLauncher:
         gated: bool = False,
         residual_TN: Tensor | None = None,
         out_TN: Tensor | None = None,
-        passed_row: Tensor | None = None,
     ) -> Tensor:
         """x W^T -> `out_TN`, or `residual_TN` (which is overwritten by the sum), or a new tensor.
 
-        With a vector plan the one row passes through `passed_row` too. The weight is contiguous and
-        on x's device; a plan is for the rows that `choose` was told.
+        The weight is contiguous and on x's device; a plan is for the rows that `choose` was told.
         """
         outputs = weight_NK.shape[0] // 2 if gated else weight_NK.shape[0]
         out = out_TN if residual_TN is None else residual_TN
@@ -255,7 +248,7 @@ class LinearLauncher:
         kind = {"GATED": gated, "ADD": residual_TN is not None}
         if isinstance(plan, VectorPlan):
             vector_linear_kernel[(tiles,)](
-                x_TK, norm_weight_K, weight_NK, out, passed_row, x_TK.stride(0), out.stride(0),
+                x_TK, norm_weight_K, weight_NK, out, x_TK.stride(0), out.stride(0),
                 EPS=eps,
                 ROWS=x_TK.shape[0],
                 OUTPUTS=outputs,

@@ -32,7 +32,6 @@ from nanovllm_kernels_triton.norm_route import (
     pass_logits,
     poll_logits,
 )
-from nanovllm_kernels_triton.passed_row import poll_row
 from nanovllm_kernels_triton.route import empty_choice, in_order_of_bits
 
 FEWEST_EXPERTS = 128
@@ -62,7 +61,7 @@ def choose_norm_rank(
 
 @triton.jit
 def norm_rank_kernel(
-    x_ptr, row_ptr, norm_weight_ptr, weight_ptr, bias_ptr,
+    x_ptr, norm_weight_ptr, weight_ptr, bias_ptr,
     normed_ptr, passed_ptr, weights_ptr, ids_ptr,
     EPS: tl.constexpr, INPUTS: tl.constexpr, EXACT: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NUM_SHARED: tl.constexpr,
@@ -72,8 +71,6 @@ def norm_rank_kernel(
 ):  # fmt: skip
     """As `norm_route_kernel`, for one token and a rule without groups, with these differences.
 
-    `row_ptr`: of `passed_row.empty_row`, in which x passes; every program polls it, instead of
-    waiting for the kernel before, and only then ends. None: x is complete behind the wait.
     RENORMALIZE: the weights are scores, neither divided nor scaled. The logits stay in
     `passed_ptr` [NUM_EXPERTS]. PASS_ONLY: nothing more is done than to pass them.
     """
@@ -88,15 +85,12 @@ def norm_rank_kernel(
     weight, norm_weight = hold_router(
         weight_ptr, norm_weight_ptr, own_ids, columns, NUM_EXPERTS, INPUTS
     )
-    if row_ptr is None:
-        if DEPENDENT:
-            gdc_wait()
-        x = tl.load(x_ptr + columns, mask=columns < INPUTS, other=0.0)
-    else:
-        x = poll_row(row_ptr, columns, INPUTS, x_ptr.dtype.element_ty)
+    if DEPENDENT:
+        gdc_wait()
     x, own_logits = pass_logits(
-        x, weight, norm_weight, passed_ptr, own_ids, EPS, NUM_EXPERTS, INPUTS, EXACT
-    )
+        x_ptr, weight, norm_weight, passed_ptr, own_ids, columns,
+        EPS, NUM_EXPERTS, INPUTS, EXACT,
+    )  # fmt: skip
     if PASS_ONLY:
         return
     if tl.program_id(0) == 0:
@@ -127,9 +121,6 @@ def norm_rank_kernel(
     is_chosen = (ranks < TOP_K) & (own_ids < NUM_EXPERTS)
     tl.store(weights_ptr + ranks, own_scores, mask=is_chosen)
     tl.store(ids_ptr + ranks, own_ids, mask=is_chosen)
-    if row_ptr is not None:  # noqa: SIM102 - constants, by which the rest is compiled or is not
-        if DEPENDENT:
-            gdc_wait()  # for kernels behind this one, which read all that was written before it
 
 
 @triton.jit
@@ -152,12 +143,10 @@ def _order(scores, bias):
 def run_norm_rank(
     plan: NormRoutePlan, x_TE: Tensor, norm_weight_E: Tensor, eps: float, weight_NE: Tensor,
     routing: Routing, bias_N: Tensor | None, passed: Tensor, options: dict[str, Any],
-    passed_row: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Weights [1, C] (as of `norm_rank_kernel`), ids [1, C] and rms_norm(x) [1, E].
 
-    `passed` is of `empty_logits`, and full afterwards; so is `passed_row`, of `empty_row`, in which
-    x passes, if it is given.
+    `passed` is of `empty_logits`, and full afterwards.
     """
     hidden, num_experts = x_TE.shape[1], len(weight_NE)
     weights_TC, ids_TC = empty_choice(x_TE, routing)
@@ -165,7 +154,7 @@ def run_norm_rank(
     # The interpreter runs one program after another, and the first would wait for the others.
     for pass_only in (True, False) if triton.knobs.runtime.interpret else (False,):
         norm_rank_kernel[(cdiv(num_experts, plan.block_n),)](
-            x_TE, passed_row, norm_weight_E, weight_NE, bias_N,
+            x_TE, norm_weight_E, weight_NE, bias_N,
             normed_TE, passed, weights_TC, ids_TC,
             EPS=eps, INPUTS=hidden, EXACT=routing.exact_logits,
             **rule_constants(num_experts, routing),

@@ -96,8 +96,10 @@ def norm_route_kernel(
     if DEPENDENT:
         gdc_wait()
     passed_ptr += token * NUM_EXPERTS
-    x = tl.load(x_ptr + token * x_stride + columns, mask=columns < INPUTS, other=0.0)
-    x, _ = pass_logits(x, weight, norm_weight, passed_ptr, rows, EPS, NUM_EXPERTS, INPUTS, EXACT)
+    x, _ = pass_logits(
+        x_ptr + token * x_stride, weight, norm_weight, passed_ptr, rows, columns,
+        EPS, NUM_EXPERTS, INPUTS, EXACT,
+    )  # fmt: skip
     if tl.program_id(0) == 0:
         tl.store(normed_ptr + token * INPUTS + columns, x, mask=columns < INPUTS)
     if tl.program_id(0) == tl.num_programs(0) - 1:
@@ -132,10 +134,11 @@ def hold_router(
 
 @triton.jit
 def pass_logits(
-    x, weight, norm_weight, passed_ptr, rows,
+    x_ptr, weight, norm_weight, passed_ptr, rows, columns,
     EPS: tl.constexpr, NUM_EXPERTS: tl.constexpr, INPUTS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Norm one row of x, and pass its logits for some rows of the router: both are returned."""
+    x = tl.load(x_ptr + columns, mask=columns < INPUTS, other=0.0)
     square = tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=0)
     x = normed(x, tl.rsqrt(square / INPUTS + EPS), norm_weight)
     logits = tl.sum(weight.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)

@@ -102,7 +102,7 @@ FEW_ARGUMENTS = {
     "gate_up": "x_ptr ids_ptr weight_ptr hidden_ptr next_ptr num_pairs x_stride",
     "down": "hidden_ptr weights_ptr ids_ptr weight_ptr out_ptr num_tokens out_stride",
 }
-FEW_CONSTANTS = {"passed_ptr": None, "row_ptr": None, "PASSED": 0, "SCALE": None, "ADD": True}
+FEW_CONSTANTS = {"passed_ptr": None, "PASSED": 0, "SCALE": None, "ADD": True}
 MANY_ARGUMENTS = {
     "gate_up": "x_ptr pairs_ptr tiles_ptr num_tiles_ptr weight_ptr hidden_ptr tile_stride x_stride",
     "down": "hidden_ptr tiles_ptr num_tiles_ptr weight_ptr result_ptr tile_stride",
@@ -159,8 +159,8 @@ def norm_rank_job(num_experts: int, hidden: int, routing: Routing) -> AotJob:
             **arrays, "passed_ptr": "*i32:16", "weights_ptr": "*fp32:16", "ids_ptr": "*i32:16"
         },
         constexprs={
-            "bias_ptr": None, "row_ptr": None, "EPS": 1e-6, "INPUTS": hidden,
-            "EXACT": routing.exact_logits, **rule_constants(num_experts, routing),
+            "bias_ptr": None, "EPS": 1e-6, "INPUTS": hidden, "EXACT": routing.exact_logits,
+            **rule_constants(num_experts, routing),
             "BLOCK_N": plan.block_n, "BLOCK_K": 1 << (hidden - 1).bit_length(),
             "PASS_ONLY": False, "DEPENDENT": True,
         },
@@ -173,12 +173,6 @@ def down_behind_rank(job: AotJob, num_experts: int) -> AotJob:
     constants = {**job.constexprs, "PASSED": num_experts, "SCALE": 1.0}
     del constants["passed_ptr"]
     return replace(job, signature={**job.signature, "passed_ptr": "*i32:16"}, constexprs=constants)
-
-
-def behind_a_product(job: AotJob) -> AotJob:
-    """The ranks of a row that passes while the kernel waits for nothing."""
-    constants = {name: value for name, value in job.constexprs.items() if name != "row_ptr"}
-    return replace(job, signature={**job.signature, "row_ptr": "*i16:16"}, constexprs=constants)
 
 
 def sort_job(kernel: str, block: int, num_warps: int, bins: int = 128) -> AotJob:
@@ -237,12 +231,10 @@ NORM_RANKS = {
     "norm_rank-30b-a3b": norm_rank_job(128, 2048, Routing(top_k=8, renormalize=True)),
     "norm_rank-512-experts": norm_rank_job(512, 2048, Routing(top_k=10, renormalize=True)),
 }
-PASSED = {f"passed-{name}": behind_a_product(job) for name, job in NORM_RANKS.items()}
 JOBS = {
     **PRODUCTS,
     **NORM_ROUTES,
     **NORM_RANKS,
-    **PASSED,
     "down-behind-norm_rank-30b-a3b": down_behind_rank(PRODUCTS["down-30b-a3b-1-bf16"], 128),
     **BY_DESCRIPTORS,
     **SIDE_BY_SIDE,
@@ -339,18 +331,6 @@ def test_programs_of_both_kernels_of_few_pairs_fit_side_by_side(
 ) -> None:
     """Two of each, with four stages: the next kernel's fetch weights while these still compute."""
     assert sum(2 * (reports[name].shared + 1024) for name in SIDE_BY_SIDE) <= 233472
-
-
-@pytest.mark.parametrize("name", PASSED)
-def test_a_row_that_passes_is_polled_16_bytes_at_a_time_before_the_wait(
-    name: str, reports: dict[str, AotReport]
-) -> None:
-    """All is read and written by then; the wait is for the kernels behind."""
-    ptx = reports[name].ptx
-    polls = [match.start() for match in re.finditer(r"ld\.volatile\.global\.v4", ptx)]
-    assert len(polls) >= 16  # 64 numbers of a thread, eight at once, before the loop and in it
-    last = max(ptx.rindex("ld.volatile.global"), ptx.rindex("st.global"))
-    assert last < ptx.index("griddepcontrol.wait")
 
 
 @pytest.mark.parametrize("name", [*NORM_ROUTES, *NORM_RANKS])

@@ -68,7 +68,7 @@ def linear_job(
         del signature["norm_weight_ptr"]
         constexprs["norm_weight_ptr"] = None
     if isinstance(plan, VectorPlan):
-        constexprs |= {"ROWS": rows, "BLOCK_N": plan.block_n, "row_ptr": None}
+        constexprs |= {"ROWS": rows, "BLOCK_N": plan.block_n}
         constexprs["BLOCK_K"] = 1 << (inputs - 1).bit_length()
         kernel = f"{MODULE}:vector_linear_kernel"
         job = AotJob(kernel=kernel, signature=signature, constexprs=constexprs)

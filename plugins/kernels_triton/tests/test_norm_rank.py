@@ -19,7 +19,6 @@ from nanovllm_kernels_triton.experts_choice import FewPlan
 from nanovllm_kernels_triton.kernel_set import TritonKernels
 from nanovllm_kernels_triton.norm_rank import FEWEST_EXPERTS, choose_norm_rank, run_norm_rank
 from nanovllm_kernels_triton.norm_route import MOST_EXPERTS, choose_norm_route, empty_logits
-from nanovllm_kernels_triton.passed_row import EMPTY_HALF
 from nanovllm_kit.numerics import assert_close_report
 
 CUDA = torch.cuda.is_available()
@@ -227,88 +226,6 @@ def test_the_announced_weight_is_given_to_the_experts_of_its_stack(
         if kernels.norm_experts(x, norm, EPS, router, routing, None, stack, down) is None:
             kernels.experts(x, *kernels.route(x @ router.t(), routing), stack, down)
     assert given == [weight, None]
-
-
-Announced = tuple[TritonKernels, Tensor, dict[str, Any], Tensor]
-
-
-@pytest.fixture
-def announced() -> Announced:
-    """A set, a product's weight, the mixture that it is told to come behind it, and its row."""
-    num_experts, hidden, _, routing = MODELS["30B-A3B"]
-    dtype = DTYPES[-1]
-    kernels, (gate_up, down) = TritonKernels(), make_stacks("30B-A3B", dtype)
-    product = random(hidden, 96, dtype=dtype, seed=8) / 10
-    mixture = {
-        "norm_weight_E": random(hidden, dtype=dtype, seed=1), "eps": EPS,
-        "weight_NE": random(num_experts, hidden, dtype=dtype, seed=2) / 40, "routing": routing,
-        "bias_N": None, "gate_up_N2FE": gate_up, "down_NEF": down,
-    }  # fmt: skip
-    kernels.announce_sum(product, mixture["weight_NE"], routing, down)
-    ((_, row),) = kernels._rows._of_weights.values()
-    return kernels, product, mixture, row
-
-
-@pytest.mark.gpu
-def test_a_mixture_takes_the_row_that_passes_and_leaves_none(announced: Announced) -> None:
-    """Its result is that of the sum in memory; a NaN passes too."""
-    kernels, product, mixture, row = announced
-    hidden, dtype = product.shape[0], product.dtype
-    for seed in range(4):
-        x, residual = random(1, 96, dtype=dtype, seed=seed), random(1, hidden, dtype=dtype, seed=9)
-        residual[0, 7] = torch.nan if seed == 2 else 1.0
-        total = kernels.linear_add(x, product, residual.clone())
-        if not CUDA:
-            assert torch.equal(row.view(dtype)[8:], total[0, 8:])
-        actual = kernels.norm_experts(total, **mixture, residual_TE=total)
-        other = TritonKernels()
-        apart = other.linear_add(x, product, residual.clone())
-        expected = other.norm_experts(apart, **mixture, residual_TE=apart)
-        assert actual is not None
-        assert expected is not None
-        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
-        assert torch.equal(row, torch.full_like(row, EMPTY_HALF.value))
-
-
-def test_a_row_that_no_mixture_takes_is_taken_out(
-    announced: Announced, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of two rows, of a sum with a bias, of another x, of a mixture that fails, and by the next
-    product."""
-    kernels, product, mixture, row = announced
-    hidden, dtype = product.shape[0], product.dtype
-    empty = torch.full_like(row, EMPTY_HALF.value)
-    x, residual = random(1, 96, dtype=dtype), random(1, hidden, dtype=dtype, seed=9)
-    two = kernels.linear_add(x.repeat(2, 1), product, residual.repeat(2, 1))
-    assert torch.equal(row, empty)
-    kernels.linear_add(x, product, residual.clone(), residual[0])
-    assert torch.equal(row, empty)
-    for taker in (two, residual):
-        kernels.linear_add(x, product, residual.clone())
-        assert not torch.equal(row, empty)
-        kernels.norm_experts(taker, **mixture)
-        assert torch.equal(row, empty)
-    total = kernels.linear_add(x, product, residual.clone())
-    with monkeypatch.context() as patched:
-        patched.setattr(experts, "few_gate_up", None)
-        with pytest.raises(TypeError):
-            kernels.norm_experts(total, **mixture)
-    assert torch.equal(row, empty)
-    kernels.linear_add(x, product, residual.clone())
-    kernels.linear_add(x, product.clone(), residual.clone())
-    assert torch.equal(row, empty)
-
-
-def test_only_sums_that_a_mixture_polls_are_announced(announced: Announced) -> None:
-    """In half precision, by a rule whose ranks are counted."""
-    kernels, product, mixture, _ = announced
-    down, router = mixture["down_NEF"], mixture["weight_NE"]
-    for weight, rule in (
-        (product.float(), RENORMALIZED),
-        (product.clone(), Routing(top_k=8, num_groups=8, top_groups=4)),
-    ):
-        kernels.announce_sum(weight, router.to(weight.dtype), rule, down.to(weight.dtype))
-        assert list(kernels._rows._of_weights) == [product.data_ptr()]
 
 
 def test_ranks_are_counted_for_one_row_of_many_experts() -> None:

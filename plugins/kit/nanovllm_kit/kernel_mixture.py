@@ -1,6 +1,4 @@
-"""The part of the kernel sets' suite about `norm_experts`, which a set may have.
-
-And about `announce_weight` and `announce_sum`, by which it learns what stands around a mixture.
+"""The part of the kernel sets' suite about `norm_experts` and `announce_weight`, optional both.
 
 Shape suffixes as in `nanovllm_core.interfaces.kernels`.
 """
@@ -13,13 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm_core.interfaces.kernels import (
-    FetchingKernels,
-    KernelSet,
-    MixtureKernels,
-    PassingKernels,
-    Routing,
-)
+from nanovllm_core.interfaces.kernels import FetchingKernels, KernelSet, MixtureKernels, Routing
 from nanovllm_kit.kernel_calls import REFERENCE, random
 from nanovllm_kit.kernel_experts import REL_NORM
 from nanovllm_kit.numerics import assert_close_report
@@ -120,28 +112,6 @@ class MixtureChecks:
             again = results_of(kernels, one, x_TE)
             assert all(torch.equal(x, y) for x, y in zip(again, results, strict=True))
         assert torch.equal(weight_XE, before_XE), "it changed the weight"
-
-    @pytest.mark.parametrize("rows", [1, 2])
-    def test_an_announced_sum_changes_no_result(
-        self, kernels: KernelSet, device: torch.device, dtype: torch.dtype, rows: int
-    ) -> None:
-        """Whether the mixture that is told to read it comes next, another one, or none."""
-        if not isinstance(kernels, PassingKernels) or not isinstance(kernels, MixtureKernels):
-            pytest.skip(f"{kernels.name} has no announce_sum")
-        mixture = make_mixture("softmax, weights that add up to 1", device, dtype)
-        weight_EF = random(HIDDEN, 24, device=device, dtype=dtype, seed=7) / 8
-        kernels.announce_sum(weight_EF, mixture.router, mixture.routing, mixture.down)
-        other = mixture._replace(router=mixture.router.flip(0))
-        for seed, follower in enumerate((mixture, mixture, other, None, mixture, mixture)):
-            x_TF = random(rows, 24, device=device, dtype=dtype, seed=seed)
-            residual_TE = make_rows(rows, mixture)
-            before_TE = residual_TE.clone()
-            total_TE = kernels.linear_add(x_TF, weight_EF, residual_TE)
-            expected_TE = REFERENCE.linear_add(x_TF, weight_EF, before_TE)
-            if follower is not None:
-                total_TE = at_once(kernels, follower, total_TE, total_TE)
-                expected_TE = one_by_one(follower, expected_TE, expected_TE)
-            assert_close_report(total_TE, expected_TE, rel_norm=REL_NORM[dtype])
 
 
 def results_of(kernels: KernelSet, mixture: Mixture, x_TE: Tensor) -> list[Tensor]:
