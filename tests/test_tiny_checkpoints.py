@@ -12,11 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from nanovllm_core import LLM, SamplingParams
+from nanovllm_core.api import FetchingKernels
 from nanovllm_core.cli.main import make_app
+from nanovllm_core.kernels import TorchKernels
+from nanovllm_kit.reference_model import load_model, run_model
 
 for plugin in ("checkpoint_demo", "attention_sdpa", "model_qwen3_moe"):
     pytest.importorskip(f"nanovllm_{plugin}", reason=f"needs the plugin {plugin}")
@@ -36,6 +40,39 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, folder in folders.items():
         write(name, folder)
     return folders
+
+
+class ToldSet(TorchKernels, FetchingKernels):
+    """Notes the stacks that it is told of, with the weight behind each, and those that it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: dict[int, Tensor] = {}
+        self.run: list[int] = []
+
+    def announce_weight(self, gate_up_N2FE: Tensor, weight_XE: Tensor) -> None:
+        self.told[gate_up_N2FE.data_ptr()] = weight_XE
+
+    def experts(
+        self, x_TE: Tensor, weights_TC: Tensor, ids_TC: Tensor, gate_up_N2FE: Tensor, *others: Any
+    ) -> Tensor:
+        self.run.append(gate_up_N2FE.data_ptr())
+        return super().experts(x_TE, weights_TC, ids_TC, gate_up_N2FE, *others)
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_a_loaded_model_runs_the_stacks_that_were_announced(
+    name: str, written: dict[str, Path]
+) -> None:
+    """Sets know them by their addresses, and are told before the weights are loaded."""
+    kernels, folder = ToldSet(), written[name]
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    module = importlib.import_module(f"{PLUGINS[name]}.model")
+    model = load_model(getattr(module, config["architectures"][0]), folder, config, kernels=kernels)
+    run_model(model, torch.arange(3))
+    assert kernels.run
+    assert [*kernels.told] == kernels.run[:-1], "behind the last layer comes no other"
+    assert all(weight.isfinite().all() for weight in kernels.told.values()), "they were loaded"
 
 
 def load(folder: Path) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from nanovllm_kernels_triton.linear import LARGE_BYTES
 from nanovllm_kernels_triton.linear_choice import (
     TilePlan,
     VectorPlan,
@@ -210,7 +211,7 @@ def test_a_vector_program_fetches_its_weights_before_it_waits(
 def test_a_large_weight_leaves_the_cache_first(name: str, reports: dict[str, AotReport]) -> None:
     """Of one row; a smaller one may still be there when the next step reads it."""
     weight_rows, inputs, _ = (PRODUCTS | LARGE)[name]
-    is_large = 2 * weight_rows * inputs >= 2**24
+    is_large = 2 * weight_rows * inputs >= LARGE_BYTES.value
     assert ("L2::cache_hint" in reports[f"vector-{name}-dependent"].ptx) == is_large
 
 
