@@ -23,6 +23,7 @@ from nanovllm_kernels_triton.experts_choice import (
     FewPlan,
     GroupedPlan,
     choose_experts,
+    memory_for_steps,
 )
 from nanovllm_kernels_triton.experts_few import few_down_kernel, few_gate_up_kernel
 from nanovllm_kernels_triton.experts_many import (
@@ -130,12 +131,12 @@ def run_norm_experts(
 
 @lru_cache
 def shared_memory_of(device: torch.device) -> int:
-    """Bytes that a program may have; for the interpreter, those of an H200."""
+    """Bytes that a program's steps may have; for the interpreter, those of an H200."""
     if device.type != "cuda":
         return 232448
     # torch's types leave it out.
     properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)
+    return memory_for_steps(int(properties.shared_memory_per_block_optin), int(properties.major))
 
 
 @lru_cache

@@ -43,8 +43,12 @@ Qwen3-30B-A3B took 48.0 us at one token, with 2 to 6 MiB 47.2, with 12 47.8 and 
 the experts wait. V2-Lite was the fastest with 3."""
 _LINE_BYTES = 128
 """Of a weight row in a step of `experts_many`."""
-_LARGE_SHARED_MEMORY = 230000
-"""Bytes that a program may have on Hopper; on GPUs for graphics, 101376."""
+_LARGE_SHARED_MEMORY = 190000
+"""Bytes for the steps of a program of large tiles; GPUs for graphics grant 101376."""
+_BLACKWELL = 10
+"""The compute capability (major) of its GPUs for data centres."""
+_BLACKWELL_RESULTS = 2**15
+"""Bytes of a program there that steps cannot have: results leave its tensor memory through them."""
 _SHARED_MEMORY_OF_PROCESSOR = 233472
 """Bytes of an H100 or H200, 1024 for the system with each program included."""
 
@@ -101,6 +105,14 @@ class ManyExperts:
 ExpertsPlan = FewExperts | ManyExperts
 
 
+def memory_for_steps(granted: int, capability: int) -> int:
+    """Bytes that the steps of a program may have, of those which the GPU grants a program.
+
+    `capability`: its compute capability, major.
+    """
+    return granted - _BLACKWELL_RESULTS if capability == _BLACKWELL else granted
+
+
 @lru_cache(maxsize=1024)
 def choose_experts(
     tokens: int, chosen: int, num_experts: int, hidden: int, intermediate: int, itemsize: int,
@@ -108,8 +120,8 @@ def choose_experts(
 ) -> ExpertsPlan:  # fmt: skip
     """The plan for x [tokens, hidden] and `num_experts` MLPs, `chosen` of them for each token.
 
-    `shared_memory`: bytes that a program may have. `num_shared` of the experts are chosen by all
-    tokens; the rows of a tile are for the others.
+    `shared_memory`: see `memory_for_steps`. `num_shared` of the experts are chosen by all tokens;
+    the rows of a tile are for the others.
     """
     if _share_of_experts(tokens, chosen, num_experts, num_shared) >= FEW_SHARE:
         gate_up = _few_plan(tokens, 2 * chosen * intermediate, hidden, itemsize)
@@ -118,7 +130,11 @@ def choose_experts(
     rows = -(-tokens * (chosen - num_shared) // (num_experts - num_shared))
     block_m = _rows_of_tile(rows, itemsize)
     is_large = itemsize == 2 and shared_memory >= _LARGE_SHARED_MEMORY
-    plan = _LARGE_PLANS[block_m] if is_large else _small_plan(block_m, _LINE_BYTES // itemsize)
+    plan = (
+        _large_plan(block_m, shared_memory)
+        if is_large
+        else _small_plan(block_m, _LINE_BYTES // itemsize)
+    )
     if hidden * itemsize % 16 or intermediate * itemsize % 16:
         plan = replace(plan, described=False)
     return ManyExperts(plan, plan)
@@ -187,6 +203,13 @@ _LARGE_PLANS = {
 }
 """By the rows of a tile, in half precision. No more programs fit on a multiprocessor than share it:
 see `_buffers_of_two_programs`."""
+
+
+def _large_plan(block_m: int, shared_memory: int) -> GroupedPlan:
+    """With as many stages as fit: on Blackwell tiles of 32 rows have one less."""
+    plan = _LARGE_PLANS[block_m]
+    step = 2 * (plan.block_m + plan.block_n) * plan.block_k
+    return replace(plan, num_stages=min(plan.num_stages, shared_memory // step))
 
 
 def _small_plan(block_m: int, block_k: int) -> GroupedPlan:

@@ -16,16 +16,16 @@ from nanovllm_kernels_triton.experts_choice import (
     GroupedPlan,
     ManyExperts,
     choose_experts,
+    memory_for_steps,
 )
 from nanovllm_kernels_triton.norm_rank import choose_norm_rank, rule_constants
 from nanovllm_kernels_triton.norm_route import choose_norm_route
 from nanovllm_kernels_triton.route import routing_constants
-from nanovllm_kit.aot import AotJob, AotReport, compile_kernels
+from nanovllm_kit.aot import SHARED_MEMORY, AotJob, AotReport, compile_kernels
 from nanovllm_kit.registers import assert_within_list, compile_jobs
 
 FEW, MANY = "nanovllm_kernels_triton.experts_few", "nanovllm_kernels_triton.experts_many"
-HOPPER, GRAPHICS = 232448, 101376
-"""Bytes of shared memory that a program may have."""
+HOPPER = SHARED_MEMORY[90]
 SHAPES = {  # experts, for each token, hidden size, intermediate size
     "30b-a3b": (128, 8, 2048, 768),
     "v2-lite": (64, 6, 2048, 1408),
@@ -360,16 +360,20 @@ def test_one_warp_ranks_experts_without_shared_memory(reports: dict[str, AotRepo
     assert report.ptx.count("bar.sync") <= 1
 
 
-@pytest.mark.parametrize("capability", [86, 120])
-def test_every_plan_fits_the_shared_memory_of_smaller_gpus(capability: int) -> None:
-    """RTX 30, 40 and 50, A10 and L4 grant a program 99 KiB; what takes more does not start."""
+@pytest.mark.parametrize("capability", [80, 86, 100, 120])
+def test_every_plan_fits_the_shared_memory_of_other_gpus(capability: int) -> None:
+    """What takes more than the GPU grants a program does not start; tiles of every height."""
+    granted = SHARED_MEMORY[capability]
+    shared = memory_for_steps(granted, capability // 10)
     jobs = [
         job
-        for tokens in (1, 64, 512, 1024)
-        for job in jobs_of("30b-a3b", tokens, capability=capability, shared=GRAPHICS).values()
+        for shape, tokens in (("30b-a3b", 1), *(("v2-lite", count) for count in (64, 128, 512, 2048)))
+        for job in jobs_of(shape, tokens, capability=capability, shared=shared).values()
     ]
+    heights = {job.constexprs["BLOCK_M"] for job in jobs if "BLOCK_M" in job.constexprs}
+    assert heights == {16, 32, 64, 128}
     for job, report in zip(jobs, compile_kernels(jobs), strict=True):
-        assert report.shared <= GRAPHICS, f"{report.shared} bytes: {job}"
+        assert report.shared <= granted, f"{report.shared} bytes: {job}"
 
 
 def test_narrow_experts_compile() -> None:

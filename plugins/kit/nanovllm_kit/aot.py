@@ -36,6 +36,18 @@ from typing import Any
 
 Constant = int | float | bool | str | None
 
+SHARED_MEMORY = {
+    80: 163 * 1024,
+    86: 99 * 1024,
+    89: 99 * 1024,
+    90: 227 * 1024,
+    100: 227 * 1024,
+    120: 99 * 1024,
+}
+"""The most bytes that a GPU grants a program, by compute capability: an A100; RTX 30, A10; RTX 40,
+L4, L40S; H100, H200; B200; RTX 50. A kernel that takes more does not start there. Source: the CUDA
+C++ Programming Guide, "Technical Specifications per Compute Capability"."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AotJob:
