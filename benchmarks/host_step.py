@@ -82,7 +82,7 @@ def decoding_engine(
         ) as llm:
             engine = llm.engine
             runner = cast(Any, llm.engine._executor)._worker._runner
-            runner._graphs = cast(StepGraphs, InstantGraphs(runner._results))
+            runner._graphs = cast(StepGraphs, InstantGraphs(runner.sampling.results))
             for row in range(batch):
                 add_request(engine, str(row), 8 + (row % block_size if stagger else 0))
             for _ in range(8):

@@ -164,7 +164,7 @@ def main() -> None:
         stopwatch.time(llm.engine, "_absorb", "absorb")
         for _ in range(arguments.windows):
             for name, wait in ways.items():
-                runner._results.wait = wait
+                runner.sampling.results.wait = wait
                 results.append({"wait": name, **window(llm, stopwatch)})
         print_table(results)
         if arguments.out:

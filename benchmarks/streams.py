@@ -54,7 +54,7 @@ def replayed(runner: ModelRunner, num_rows: int) -> tuple[float, float]:
     for _ in range(LAUNCHES):
         graphs.replay(key)
     launched = perf_counter() - launched
-    runner._results.reset()  # these steps have reported, which no plan asked for
+    runner.sampling.results.reset()  # these steps have reported, which no plan asked for
     return began.elapsed_time(ended) / REPLAYS, 1e6 * launched / LAUNCHES
 
 

@@ -26,20 +26,10 @@ from nanovllm_core.interfaces.executor import WorkerSetup
 from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.model import CausalLM
 from nanovllm_core.interfaces.parallel import TensorParallel
-from nanovllm_core.interfaces.plan import (
-    PrefillChunk,
-    RowSampling,
-    StepPlan,
-    StepResult,
-    TokenMasks,
-)
-from nanovllm_core.interfaces.sampler import Sampler, SamplerContext
-from nanovllm_core.registry.objects import make_plugin
+from nanovllm_core.interfaces.plan import PrefillChunk, StepPlan, StepResult, TokenMasks
 from nanovllm_core.worker.attention import PagedAttention
 from nanovllm_core.worker.batch import StepInputs, aligned
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
-from nanovllm_core.worker.logits import MAX_SORTED_ROWS, check_logits
-from nanovllm_core.worker.masks import ForwardPass, MaskTable, unexpected
 from nanovllm_core.worker.mixed import (
     ChunkTable,
     MixedStep,
@@ -49,13 +39,9 @@ from nanovllm_core.worker.mixed import (
     trial_chunks,
 )
 from nanovllm_core.worker.model import LoadedModel
-from nanovllm_core.worker.processors import make_processors
 from nanovllm_core.worker.progress import Laps
-from nanovllm_core.worker.results import LogprobTensors, ResultRing
 from nanovllm_core.worker.rows import RowTables, RowUpdates, StagingRing
-from nanovllm_core.worker.sampler import make_captured_sampler
-from nanovllm_core.worker.sampler_tail import EVERYTHING_ASKED, NOTHING_ASKED, SamplerTail
-from nanovllm_core.worker.sharded import over_ranks
+from nanovllm_core.worker.step_sampler import StepSampler
 
 
 class ModelRunner:
@@ -74,7 +60,7 @@ class ModelRunner:
         attention: PagedAttention,
         tp: TensorParallel,
     ) -> None:
-        config, device, vocab_size = setup.config, model.device, model.shape.vocab_size
+        config, device = setup.config, model.device
         self.device = device
         self.model = model
         self._module = cast(CausalLM, model.module)
@@ -84,51 +70,31 @@ class ModelRunner:
         if device.type == "cpu" and config.cuda_graphs.sizes is None:
             self.bucket_sizes = tuple(range(1, config.limits.max_num_seqs + 1))
         max_rows = self.bucket_sizes[-1]
-        num_entries = 2 * max_rows  # at most: a full batch and as many chunks
-        context = SamplerContext(device=device, vocab_size=vocab_size, max_entries=num_entries)
-        self.sampler: Sampler = make_plugin(setup.sampler, context)
-        self._processors = make_processors(setup, device, vocab_size)
         self._mixed_keys = tuple(mixed_keys(setup.prompt_graph_sizes, max_rows, self.max_model_len))
         chunk_shapes = {key.num_rows: chunk_table_shape(key.num_rows) for key in self._mixed_keys}
         sizes = max_rows, self.max_model_len, setup.block_size
         self.tables = RowTables.allocate(*sizes, device, len(attention.groups), chunk_shapes)
         self.ops = get_row_ops(device)
-        max_steps_in_flight = config.steps_ahead + 2
+        self.sampling = StepSampler(setup, kernels, model, self.tables, self.ops, tp)
         self._updates = RowUpdates(self.tables)
-        self._staging = StagingRing(device, num_slots=2 * max_steps_in_flight)
-        self._results = ResultRing(device, num_entries, max_steps_in_flight)
+        self._staging = StagingRing(device, num_slots=2 * (config.steps_ahead + 2))
         self.keys = (*map(StepKey.decode, self.bucket_sizes), *self._mixed_keys)
         self.prompt_sizes = tuple(sorted({key.num_tokens for key in self._mixed_keys}))
         num_tokens = max(key.total_tokens for key in self.keys)
+        num_entries = self.sampling.max_entries
         self._inputs = self._allocate_inputs(num_tokens, num_entries)
-        self._sampled = torch.zeros(num_entries, dtype=torch.int32, device=device)
         self._captured_steps = {
             key: MixedStep.captured(key, self._inputs, self.tables.chunks, self.max_model_len)
             for key in self._mixed_keys
         }
         self._entries = torch.arange(num_entries, device=device)
-        self._never = torch.zeros(1, dtype=torch.int32, device=device)
-        self._masks = MaskTable(max_rows, vocab_size, device)
-        tail = SamplerTail(device, vocab_size, self.sampler, self._processors, self._masks)
-        widths = vocab_size, num_entries
-        captured = make_captured_sampler(kernels, self.sampler, self.tables, *widths)
-        self._captured, self._tail, num_columns = over_ranks(
-            tp, kernels, self.sampler, captured, tail, self.tables, *widths
-        )
-        self.logits = torch.zeros((num_entries, num_columns), dtype=model.dtype, device=device)
-        self._row_sampling = [NOTHING_ASKED] * (max_rows + 1)
-        """What the eager tail does for a row; the last is that of row -1, which marks padding."""
-        self._row_needs_tail = np.zeros(max_rows + 1, dtype=np.bool_)
         self._epoch = 0
         self._active_rows = np.zeros(0, np.int32)
         """The decoding rows of that epoch."""
-        self._active = self._forward_pass(self._inputs, self._active_rows)
+        self._active = self.sampling.forward_pass(self._inputs, self._active_rows)
         """A decode step of these rows."""
         self._active_key = self.keys[0]
-        self._waiting: ForwardPass | None = None
-        """The step submitted last, while it waits for masks."""
         self._debug = config.debug
-        self._num_steps = 0
         self._graphs: StepGraphs | None = None
         self._needs_warm_up = setup.needs_warm_up
 
@@ -145,9 +111,7 @@ class ModelRunner:
         InconsistentStateError for a plan without rows whose epoch is not the last one applied, and
         while the step before waits for masks.
         """
-        if self._waiting is not None:
-            raise self._waiting.interrupted(plan)
-        self._num_steps += 1
+        self.sampling.check_ready(plan)
         self._apply(plan)
         if plan.prefill:
             self._launch_mixed(plan)
@@ -156,20 +120,16 @@ class ModelRunner:
 
     def sample(self, masks: TokenMasks) -> None:
         """Launch the sampling of the step submitted last; InconsistentStateError for others."""
-        if self._waiting is None:
-            raise unexpected(masks)
-        self._masks.load(masks, self._waiting)
-        waiting, self._waiting = self._waiting, None
-        self._sample_tail(waiting)
+        self.sampling.end_with(masks)
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight."""
-        return self._results.collect()
+        return self.sampling.results.collect()
 
     @property
     def late_steps(self) -> tuple[int, int]:
         """See `Worker.late_steps`."""
-        return self._results.num_late, self._results.num_overlapped
+        return self.sampling.results.num_late, self.sampling.results.num_overlapped
 
     @torch.inference_mode()
     def trial_step(self, num_tokens: int) -> None:
@@ -180,7 +140,7 @@ class ModelRunner:
         """
         for launch in self.trial_launches(num_tokens):
             launch()
-        self._results.reset()
+        self.sampling.results.reset()
 
     def trial_launches(self, num_tokens: int) -> Iterator[partial[Any]]:
         """The parts of `trial_step`, without prompts if `num_tokens` is 0.
@@ -188,35 +148,28 @@ class ModelRunner:
         Nothing is copied from the host while one is launched. The first has the captured sampling,
         which takes longest to compile.
         """
-        max_rows = self.bucket_sizes[-1]
-        # One row, some and many are sorted, summed and cut by kernels of their own.
-        for num_rows in {1, min(MAX_SORTED_ROWS, max_rows), max_rows}:
-            rows, asked = tuple(range(num_rows)), (EVERYTHING_ASKED,) * num_rows
-            self._tail.plan(rows, asked, self.max_model_len)
-            yield partial(self._after, self._allocate_inputs(num_rows, num_rows), rows, asked)
+        yield from self.sampling.trial_launches(lambda rows: self._allocate_inputs(rows, rows))
         nothing = self._staging.copy(np.zeros((2, 0), np.int32))
         yield partial(self.ops.scatter_updates, self.tables.arena, nothing)
         if num_tokens:
             for context in dict.fromkeys((0, self.attention.context_part)):
-                chunks = trial_chunks(num_tokens, max_rows, self.max_model_len, context)
+                chunks = trial_chunks(
+                    num_tokens, self.bucket_sizes[-1], self.max_model_len, context
+                )
                 step = self._eager_step(chunks, num_decode=0, needs_tail=True)
                 yield partial(self._mixed, step)
 
     def trial_captured_step(self) -> None:
         """Run the largest step that is captured, padding alone, for the memory its graph keeps."""
         self.run_captured(max(self.keys, key=lambda key: key.total_tokens))
-        self._results.reset()  # it has reported, which no plan asked for
+        self.sampling.results.reset()  # it has reported, which no plan asked for
 
     # -- deltas -----------------------------------------------------------------------------------
 
     def _apply(self, plan: StepPlan) -> None:
         for admission in plan.admissions:
             self._updates.admit(admission)
-            self._processors.admit(admission.row, admission.sampling.logits_processors)
-            self._captured.admit(admission.row, admission.sampling)
-            needs_tail = self._captured.needs_tail(admission.sampling)
-            self._row_needs_tail[admission.row] = needs_tail
-            self._row_sampling[admission.row] = admission.sampling if needs_tail else NOTHING_ASKED
+            self.sampling.admit(admission)
         if plan.appends is not None:
             self._updates.append_blocks(plan.appends)
         if plan.decode_rows is not None:
@@ -238,32 +191,11 @@ class ModelRunner:
         self._updates.set_active_rows(rows)
         had_tail = bool(self._active.sampling)
         self._active_rows = rows
-        self._active = self._forward_pass(self._inputs, rows)
+        self._active = self.sampling.forward_pass(self._inputs, rows)
         self._active_key = StepKey.decode(self.bucket(len(rows)))
         needs_tail = bool(self._active.sampling)
         if needs_tail != had_tail:
             self._updates.set_skip_sampler(needs_tail)
-
-    def _needs_tail(self, rows: NDArray[np.int32]) -> bool:
-        return bool(self._row_needs_tail[rows].any())
-
-    def _forward_pass(
-        self,
-        inputs: StepInputs,
-        rows: NDArray[np.int32],
-        entries: NDArray[np.int64] | None = None,
-    ) -> ForwardPass:
-        """A step whose first entries are these rows, -1 for padding; see `ForwardPass`."""
-        tail_rows = tuple(rows.tolist()) if self._needs_tail(rows) else ()
-        sampling = tuple(self._row_sampling[row] for row in tail_rows)
-        asked = zip(tail_rows, sampling, strict=True)
-        constrained = tuple(row for row, one in asked if one.constrained)
-        logprobs = self._captured.logprobs(rows)
-        num_tokens = len(rows) if entries is None else len(inputs.input_ids)
-        kind = entries is None, num_tokens.bit_length(), bool(sampling)
-        return ForwardPass(
-            inputs, len(rows), tail_rows, sampling, constrained, entries, logprobs, kind
-        )
 
     # -- decode steps -----------------------------------------------------------------------------
 
@@ -275,7 +207,7 @@ class ModelRunner:
         """Capture a decode step at every bucket, and the mixed steps; replay them from now on."""
         graphs = StepGraphs(self.device, self._watched, debug=self._debug)
         graphs.capture(self.keys, self.run_captured, laps, warm_up=self._needs_warm_up)
-        self._results.reset()
+        self.sampling.results.reset()
         self._graphs = graphs
 
     def close(self) -> None:
@@ -284,7 +216,7 @@ class ModelRunner:
             self._graphs.clear()
 
     def _watched(self) -> dict[str, Tensor]:
-        sampler = self._captured.captured_tensors()
+        sampler = self.sampling.captured_tensors()
         return {
             "row_tables": self.tables.arena,
             **{f"sampler.{name}": tensor for name, tensor in sampler.items()},
@@ -310,7 +242,7 @@ class ModelRunner:
     def _launch_decode(self, plan: StepPlan) -> None:
         self._send_updates()
         self._launch(self._active_key)
-        self._end(plan, self._active)
+        self.sampling.end(plan, self._active)
 
     def decode(self, bucket: int) -> None:
         """One decode step of `bucket` rows, from the row tables to the result: what is captured."""
@@ -319,7 +251,7 @@ class ModelRunner:
         decode = inputs.decode_metadata(self.max_model_len)
         self.attention.begin_step(inputs.slot_mapping, decode)
         hidden = self._module.forward(inputs.input_ids, inputs.positions)
-        self._sample(hidden, inputs, skip=self.tables.skip_sampler)
+        self.sampling.sample(hidden, inputs, skip=self.tables.skip_sampler)
 
     # -- mixed steps ------------------------------------------------------------------------------
 
@@ -327,7 +259,7 @@ class ModelRunner:
     def _launch_mixed(self, plan: StepPlan) -> None:
         new = [chunk.row for chunk in plan.prefill if chunk.samples]
         sampled = np.concatenate([self._active_rows, np.array(new, np.int32)])
-        needs_tail = self._needs_tail(sampled)
+        needs_tail = self.sampling.needs_tail(sampled)
         key = self._mixed_key(plan)
         if key is None:
             step = self._eager_step(plan.prefill, plan.num_decode, needs_tail)
@@ -342,7 +274,7 @@ class ModelRunner:
         entries = step.reported(plan)
         rows = np.full(step.inputs.num_rows, -1, np.int32)
         rows[entries] = sampled
-        self._end(plan, self._forward_pass(step.inputs, rows, entries))
+        self.sampling.end(plan, self.sampling.forward_pass(step.inputs, rows, entries))
 
     def _mixed_key(self, plan: StepPlan) -> StepKey | None:
         """The smallest captured step that holds the plan's, None where there is none."""
@@ -390,50 +322,7 @@ class ModelRunner:
         hidden = self._module.forward(inputs.input_ids, inputs.positions)
         if not self.attention.has_kept_sampled:
             hidden = hidden.index_select(0, last)
-        self._sample(hidden, inputs, skip=step.chunks.skip_sampler)
-
-    # -- sampling ---------------------------------------------------------------------------------
-
-    def _sample(self, hidden: Tensor, inputs: StepInputs, skip: Tensor) -> None:
-        """Choose tokens; on the device `skip` says whether the eager tail does it instead."""
-        logits, sampled = self.logits[: inputs.num_rows], self._sampled[: inputs.num_rows]
-        logits = self._module.compute_logits(hidden, logits)
-        self._captured.sample(logits, inputs, sampled, skip)
-        self.ops.finish_step(self.tables, inputs, sampled, self._results, skip)
-
-    def _end(self, plan: StepPlan, launched: ForwardPass) -> None:
-        """Run the tail and expect the result: now, or when the masks come."""
-        if plan.samples_later != bool(launched.constrained):
-            raise launched.mismatch(plan)
-        if plan.samples_later:
-            self._waiting = launched
-        else:
-            self._sample_tail(launched)
-
-    def _sample_tail(self, launched: ForwardPass) -> None:
-        num_rows, logprobs = launched.num_rows, launched.logprobs
-        if self._debug:  # Here, for it waits, and a start captures `_after`.
-            largest = self._captured.largest(self.logits[:num_rows])
-            check_logits(largest, launched.inputs.rows[:num_rows], self._num_steps)
-        if launched.sampling:
-            inputs = launched.inputs.slice(slice(None), slice(num_rows))
-            logprobs = [*logprobs, *self._after(inputs, launched.rows, launched.sampling)]
-        self._results.push(num_rows, launched.entries, logprobs, launched.kind)
-
-    @torch.inference_mode()
-    def _after(
-        self, inputs: StepInputs, rows: tuple[int, ...], sampling: tuple[RowSampling, ...]
-    ) -> Sequence[LogprobTensors]:
-        """Run the eager tail for `sampling`.
-
-        The captured sampler, launched here, chooses for the rows that do not need it.
-        """
-        tables, num_rows = self.tables, inputs.num_rows
-        logits, sampled = self.logits[:num_rows], self._sampled[:num_rows]
-        self._captured.sample(logits, inputs, sampled, self._never)
-        logprobs = self._tail(logits, rows, sampling, inputs, tables, sampled)
-        self.ops.finish_step(tables, inputs, sampled, self._results, self._never)
-        return logprobs
+        self.sampling.sample(hidden, inputs, skip=step.chunks.skip_sampler)
 
 
 def get_row_ops(device: torch.device) -> ModuleType:

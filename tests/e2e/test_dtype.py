@@ -24,7 +24,7 @@ def test_the_cache_has_the_dtype_of_the_model(
     with open_tiny(tiny, dtype=dtype) as llm:
         runner = llm.engine._executor._worker._runner  # type: ignore[attr-defined]
         assert runner.attention.cache.dtype == getattr(torch, dtype)
-        assert runner.model.dtype == runner.logits.dtype == getattr(torch, dtype)
+        assert runner.model.dtype == runner.sampling.logits.dtype == getattr(torch, dtype)
         params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
         output = llm.generate([PROMPT], params)[0]
     assert output.logprobs is not None

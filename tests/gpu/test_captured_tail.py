@@ -13,7 +13,7 @@ from nanovllm_core import LLM, SamplingParams
 from nanovllm_core.frontend import RequestOutput
 from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.sampler import Sampler
-from nanovllm_core.worker import runner as runner_module
+from nanovllm_core.worker import runner as runner_module, step_sampler
 from nanovllm_core.worker.rows import RowTables
 from nanovllm_core.worker.sampler import CapturedSampler
 from nanovllm_core.worker.sampler_tail import SamplerTail
@@ -84,7 +84,7 @@ def never_called(*_: object) -> None:
 def test_tokens_and_log_probabilities_are_the_eager_tails(
     captured: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner_module, "make_captured_sampler", without_tail)
+    monkeypatch.setattr(step_sampler, "make_captured_sampler", without_tail)
     assert_same(captured, generate())
 
 
@@ -125,7 +125,7 @@ def test_penalties_count_prompts_of_any_length(monkeypatch: pytest.MonkeyPatch) 
 
     with without_eager_tail():
         captured = found()
-    monkeypatch.setattr(runner_module, "make_captured_sampler", without_tail)
+    monkeypatch.setattr(step_sampler, "make_captured_sampler", without_tail)
     assert captured == found()
 
 

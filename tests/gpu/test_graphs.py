@@ -58,15 +58,15 @@ def test_a_replay_equals_the_eager_step_bitwise_at_every_bucket(
         made.activate(max(1, bucket - 1))
         perturb_allocator()
         before = runner.tables.arena.clone()
-        runner.logits.fill_(float("nan"))
+        runner.sampling.logits.fill_(float("nan"))
         graphs.replay(StepKey.decode(bucket))
-        logits, after = runner.logits[:bucket].clone(), runner.tables.arena.clone()
+        logits, after = runner.sampling.logits[:bucket].clone(), runner.tables.arena.clone()
         runner.tables.arena.copy_(before)
-        runner.logits.fill_(float("nan"))
+        runner.sampling.logits.fill_(float("nan"))
         with torch.inference_mode():
             runner.decode(bucket)
         live = max(1, bucket - 1)
-        assert torch.equal(runner.logits[:live], logits[:live]), f"bucket {bucket}"
+        assert torch.equal(runner.sampling.logits[:live], logits[:live]), f"bucket {bucket}"
         assert torch.equal(runner.tables.arena, after), f"bucket {bucket}"
         assert not torch.equal(after, before)
 
@@ -118,9 +118,9 @@ def test_a_replayed_step_with_prompts_equals_the_eager_one_bitwise(
                 perturb_allocator()
                 runner.tables.arena.copy_(before)
                 room.packed.copy_(packed)  # in the arena
-                runner.logits.fill_(float("nan"))
+                runner.sampling.logits.fill_(float("nan"))
                 launch(key)
-                outcomes.append((runner.logits.clone(), runner.tables.arena.clone()))
+                outcomes.append((runner.sampling.logits.clone(), runner.tables.arena.clone()))
             (replayed, tables), (eager, eager_tables) = outcomes
             sampled = (key.num_rows + i for i, chunk in enumerate(chunks) if chunk.samples)
             live = [*range(num_decode), *sampled]
@@ -151,7 +151,7 @@ def test_blocks_beyond_2_to_the_31_elements_are_read_and_written(
         graphs = made.runner._graphs
         assert graphs is not None
         graphs.replay(StepKey.decode(4))
-        logits.append(made.runner.logits[:4].clone())
+        logits.append(made.runner.sampling.logits[:4].clone())
         made.executor.close()
     assert torch.equal(logits[0], logits[1])
 
@@ -177,7 +177,7 @@ def test_sampled_tokens_follow_the_distribution_across_replays(
         graphs.replay(StepKey.decode(256))
         draws.append(runner.tables.token_ids[:, 41].long().clone())
     samples = torch.stack(draws)
-    expected = torch.softmax(runner.logits[0].double(), 0) * samples.numel()
+    expected = torch.softmax(runner.sampling.logits[0].double(), 0) * samples.numel()
     observed = torch.bincount(samples.flatten(), minlength=32).double()
     chi_square = ((observed - expected) ** 2 / expected).sum().item()
     assert chi_square < 61.1, f"chi-square {chi_square:.1f} with 31 degrees of freedom, p < 1e-3"

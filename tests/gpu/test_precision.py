@@ -73,10 +73,10 @@ def runner_errors(made: Machine, ids_SL: Tensor, exact_SLV: Tensor, bucket: int)
         for step in range(DECODED):
             runner.tables.token_ids[:bucket, :LENGTH] = forced
             graphs.replay(StepKey.decode(bucket))
-            error = runner.logits[:bucket].float() - exact_SLV[torch.tensor(chosen), step]
+            error = runner.sampling.logits[:bucket].float() - exact_SLV[torch.tensor(chosen), step]
             squares += float(error.square().sum())
             count += bucket
-        runner._results.reset()
+        runner.sampling.results.reset()
     return (squares / (count * exact_SLV.shape[-1])) ** 0.5
 
 

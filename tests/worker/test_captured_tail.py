@@ -23,7 +23,7 @@ from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS, Admission, RowSam
 from nanovllm_core.interfaces.sampler import SamplerContext
 from nanovllm_core.interfaces.specs import NoOptions
 from nanovllm_core.interfaces.tail import MAX_ROW_BIASES, MAX_ROW_LOGPROBS, RowColumn
-from nanovllm_core.worker import runner as runner_module
+from nanovllm_core.worker import step_sampler
 from nanovllm_core.worker.batch import StepInputs
 from nanovllm_core.worker.masks import MaskTable
 from nanovllm_core.worker.processors import RowProcessors
@@ -301,7 +301,7 @@ def test_an_engine_gives_the_same_with_either_tail(
     many = {"stop_token_ids": list(range(9)), "min_tokens": 4, "logprobs": 2}
     asked = [*ASKED[:-1], many] if beyond else ASKED
     eager = generate(folder, asked)
-    monkeypatch.setattr(runner_module, "make_captured_sampler", make_interpreted)
+    monkeypatch.setattr(step_sampler, "make_captured_sampler", make_interpreted)
     if not beyond:
         monkeypatch.setattr(SamplerTail, "__call__", never_called)
     for one, other in zip(generate(folder, asked), eager, strict=True):

@@ -28,7 +28,7 @@ from nanovllm_core.interfaces.plan import (
 from nanovllm_core.interfaces.sampler import SamplerContext
 from nanovllm_core.layers import AttentionLayer
 from nanovllm_core.selection.startup import start
-from nanovllm_core.worker import logits, runner as runner_module, sampler_tail as sampler
+from nanovllm_core.worker import logits, sampler_tail as sampler, step_sampler
 from nanovllm_core.worker.executor import SingleProcessExecutor
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
 from nanovllm_core.worker.rows import StagingRing
@@ -362,15 +362,15 @@ def test_no_step_has_more_entries_than_the_sampler_was_told(
             told.append(fields["max_entries"])
             super().__init__(**fields)
 
-    monkeypatch.setattr("nanovllm_core.worker.runner.SamplerContext", Noting)
+    monkeypatch.setattr("nanovllm_core.worker.step_sampler.SamplerContext", Noting)
     started = Started(folder, prompt_sizes=(8, 32), max_num_seqs=max_num_seqs)
-    sample, entries = started.runner.sampler.sample, []
+    sample, entries = started.runner.sampling.sampler.sample, []
 
     def note(logits: Tensor, *arguments: Any) -> None:
         entries.append(logits.shape[0])
         sample(logits, *arguments)
 
-    monkeypatch.setattr(started.runner.sampler, "sample", note)
+    monkeypatch.setattr(started.runner.sampling.sampler, "sample", note)
     for key in started.runner._mixed_keys:
         started.runner.run_captured(key)
     assert max(entries) == told[0]
@@ -505,7 +505,7 @@ def test_no_part_of_a_trial_copies_from_the_host_or_looks_at_logits(
     """A part is captured: what it reads is on the device before, and it waits for nothing."""
     started = Started(folder, max_num_seqs=16, cache={"num_blocks": 40}, debug=debug)
     copied: list[str] = []
-    monkeypatch.setattr(runner_module, "check_logits", lambda *_: pytest.fail("it waits"))
+    monkeypatch.setattr(step_sampler, "check_logits", lambda *_: pytest.fail("it waits"))
     for owner, name in ((StagingRing, "copy"), (sampler, "to_device")):
         real = getattr(owner, name)
 
@@ -660,7 +660,7 @@ def test_copies_of_a_steady_plan_change_nothing(
     steps = [started.run(prefill(rows, sampling=sampling)), started.run(decode_plan(rows))]
     calls: list[object] = []
     monkeypatch.setattr(started.runner.ops, "scatter_updates", lambda *update: calls.append(update))
-    monkeypatch.setattr(started.runner._tail, "plan", lambda *plan: calls.append(plan))
+    monkeypatch.setattr(started.runner.sampling._tail, "plan", lambda *plan: calls.append(plan))
     steps += [started.run(StepPlan(epoch=1, num_decode=3)) for _ in range(3)]
     assert np.stack([step.token_ids for step in steps], axis=1).tolist() == [
         tokens[:5] for tokens in expected

@@ -227,7 +227,7 @@ def test_a_step_of_plain_rows_gathers_no_logits(folder: Path, debug: bool) -> No
         worker = Worker(setup, counted.context())
         worker.start()
         assert worker._runner is not None
-        assert worker._runner.logits.shape[1] == 49, "of 97 ids"
+        assert worker._runner.sampling.logits.shape[1] == 49, "of 97 ids"
         worker._runner.trial_step(20)
         trial, counted.sent = counted.sent, []
         results = run(worker, RowSampling())

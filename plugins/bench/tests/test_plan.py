@@ -94,7 +94,7 @@ def test_weights_tables_and_blocks_are_as_many_bytes_as_an_engine_allocates(
         assert rank.weights == sum(one.nbytes for one in tensors)
         assert rank.layout.block_bytes * info.num_blocks == cache.nbytes
         assert rank.layout.block_size == info.block_size
-        tables = runner.tables.arena.nbytes + runner.logits.nbytes
+        tables = runner.tables.arena.nbytes + runner.sampling.logits.nbytes
         assert rank.workspaces > tables
 
 

@@ -367,7 +367,10 @@ def test_every_plan_fits_the_shared_memory_of_other_gpus(capability: int) -> Non
     shared = memory_for_steps(granted, capability // 10)
     jobs = [
         job
-        for shape, tokens in (("30b-a3b", 1), *(("v2-lite", count) for count in (64, 128, 512, 2048)))
+        for shape, tokens in (
+            ("30b-a3b", 1),
+            *(("v2-lite", count) for count in (64, 128, 512, 2048)),
+        )
         for job in jobs_of(shape, tokens, capability=capability, shared=shared).values()
     ]
     heights = {job.constexprs["BLOCK_M"] for job in jobs if "BLOCK_M" in job.constexprs}
