@@ -49,7 +49,7 @@ class ModelRunner:
 
     `bucket_sizes` are the batch sizes of decode steps, increasing; the last is the number of rows.
     `prompt_sizes` are the numbers of prompt tokens that mixed steps are captured with, increasing.
-    In debug mode it looks at the logits of every step, and waits for the device to do so.
+    `sampling` ends every step.
     """
 
     def __init__(
