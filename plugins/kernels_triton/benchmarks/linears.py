@@ -14,6 +14,7 @@ at three rows with `--plans` on one H200 with 16 CPU cores.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import multiprocessing
@@ -72,6 +73,8 @@ WIDE_PLANS = tuple(
         (128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 4),
     )
 )  # fmt: skip
+POWERS = (1, 2, 4, 8, 16)
+"""Rows, and warps, of a vector program."""
 KERNELS, LAUNCHER = TritonKernels(dependent_launch=True), LinearLauncher(dependent_launch=True)
 
 
@@ -107,7 +110,8 @@ def floor_of(size: float, rows: int) -> float:
 
 
 def candidates(product: Product, rows: int) -> Iterator[LinearPlan]:
-    """Plans worth a measurement: 16 to 128 weights a thread; up to three programs a processor.
+    """Plans worth a measurement: 32 to 128 weights a thread, or 192 of rows that are not padded; up
+    to three programs a processor.
 
     Above TILE_ROWS of gate and up alone, and none above WIDE_ROWS.
     """
@@ -117,11 +121,12 @@ def candidates(product: Product, rows: int) -> Iterator[LinearPlan]:
         return
     padded = 1 << (product.inputs - 1).bit_length()
     if rows <= 2:
-        for block_n in (1, 2, 4, 8, 16):
-            for num_warps in (1, 2, 4, 8, 16):
-                per_thread = block_n * padded // (32 * num_warps)
-                if block_n > (product.kind == "gated") and 32 <= per_thread <= 128:
-                    yield VectorPlan(block_n, num_warps)
+        rest = 1 << (product.inputs - padded // 2 - 1).bit_length()
+        held_by_rest = {0: padded} | ({rest: padded // 2 + rest} if rest < padded // 2 else {})
+        for rest, block_n, num_warps in itertools.product(held_by_rest, POWERS, POWERS):
+            per_thread = block_n * held_by_rest[rest] // (32 * num_warps)
+            if block_n > (product.kind == "gated") and 32 <= per_thread <= (192 if rest else 128):
+                yield VectorPlan(block_n, num_warps, rest)
     yield from dict.fromkeys(_tile_plans(product, max(16, 1 << (rows - 1).bit_length())))
 
 
@@ -322,7 +327,7 @@ def short(plan: LinearPlan | None) -> str:
     if plan is None:
         return "cuBLAS"
     if isinstance(plan, VectorPlan):
-        return f"vector {plan.block_n} w{plan.num_warps}"
+        return f"vector {plan.block_n} w{plan.num_warps}" + f" rest {plan.rest}" * (plan.rest > 0)
     sizes = f"{plan.block_n}x{plan.block_k} /{plan.splits}"
     return f"tile {sizes} w{plan.num_warps} s{plan.num_stages}"
 

@@ -39,12 +39,13 @@ def vector_linear_kernel(
     x_ptr, norm_weight_ptr, weight_ptr, out_ptr, x_stride, out_stride,
     EPS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N weight rows per program, whole (BLOCK_K >= INPUTS): every load is in flight at once.
+    """BLOCK_N weight rows per program, whole: every load is in flight at once.
 
-    ADD: `out_ptr` holds the residual, which is summed before the one rounding. A large weight
-    leaves the L2 cache first: it will not be there when the next step reads it.
+    A row is loaded as BLOCK_K inputs and REST more, or none, which hold all of it. ADD: `out_ptr`
+    holds the residual, which is summed before the one rounding. A large weight leaves the L2 cache
+    first: it will not be there when the next step reads it.
     """
     ROWS_OF_WEIGHT: tl.constexpr = 2 * OUTPUTS if GATED else OUTPUTS
     ITEM_BITS: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth
@@ -52,15 +53,14 @@ def vector_linear_kernel(
     POLICY: tl.constexpr = "evict_first" if IS_LARGE else ""
     if DEPENDENT:
         gdc_launch_dependents()
-    columns = tl.arange(0, BLOCK_K)
-    inside = columns < INPUTS
     weight_ptrs, exists = _weight_rows(weight_ptr, BLOCK_N, OUTPUTS, INPUTS, GATED)
-    mask = exists[:, None] & inside[None, :]
-    weight = tl.load(
-        weight_ptrs[:, None] + columns[None, :], mask=mask, other=0.0, eviction_policy=POLICY
-    )
+    weight = _columns_of(weight_ptrs, exists, 0, BLOCK_K, INPUTS, POLICY)
+    if REST > 0:
+        weight_rest = _columns_of(weight_ptrs, exists, BLOCK_K, REST, INPUTS, POLICY)
     if norm_weight_ptr is not None:
-        norm_weight = tl.load(norm_weight_ptr + columns, mask=inside, other=0.0)
+        norm_weight = _part_of(norm_weight_ptr, 0, BLOCK_K, INPUTS)
+        if REST > 0:
+            norm_weight_rest = _part_of(norm_weight_ptr, BLOCK_K, REST, INPUTS)
     tl.debug_barrier()  # or the compiler would put off loads until others have been used
     if DEPENDENT:
         gdc_wait()
@@ -69,12 +69,21 @@ def vector_linear_kernel(
         out_ptrs, mask = _outputs(out_ptr, rows, ROWS, out_stride, BLOCK_N, OUTPUTS, GATED)
         if ADD:
             residual = tl.load(out_ptrs, mask=mask, other=0.0)
-        x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0)
+        x = _part_of(x_ptr + row * x_stride, 0, BLOCK_K, INPUTS)
+        if REST > 0:
+            x_rest = _part_of(x_ptr + row * x_stride, BLOCK_K, REST, INPUTS)
         if norm_weight_ptr is not None:
             square = tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=0)
-            x = normed(x, tl.rsqrt(square / INPUTS + EPS), norm_weight)
-        products = weight.to(tl.float32) * x.to(tl.float32)[None, :]
-        y = tl.sum(products, axis=1, keep_dims=True)
+            if REST > 0:
+                square += tl.sum(x_rest.to(tl.float32) * x_rest.to(tl.float32), axis=0)
+            scale = tl.rsqrt(square / INPUTS + EPS)
+            x = normed(x, scale, norm_weight)
+            if REST > 0:
+                x_rest = normed(x_rest, scale, norm_weight_rest)
+        y = tl.sum(weight.to(tl.float32) * x.to(tl.float32)[None, :], axis=1, keep_dims=True)
+        if REST > 0:
+            products = weight_rest.to(tl.float32) * x_rest.to(tl.float32)[None, :]
+            y += tl.sum(products, axis=1, keep_dims=True)
         if ADD:
             y += residual.to(tl.float32)
         _store(out_ptrs, y, mask, GATED)
@@ -166,6 +175,27 @@ def _weight_rows(
 
 
 @triton.jit
+def _columns_of(
+    row_ptrs, exists, FIRST: tl.constexpr, SIZE: tl.constexpr, INPUTS: tl.constexpr,
+    POLICY: tl.constexpr,
+):  # fmt: skip
+    """SIZE numbers of each row [rows, SIZE], zeros beyond INPUTS and where there is no row."""
+    columns = FIRST + tl.arange(0, SIZE)
+    mask = exists[:, None]
+    if FIRST + SIZE > INPUTS:
+        mask = mask & (columns < INPUTS)[None, :]
+    ptrs = row_ptrs[:, None] + columns[None, :]
+    return tl.load(ptrs, mask=mask, other=0.0, eviction_policy=POLICY)
+
+
+@triton.jit
+def _part_of(row_ptr, FIRST: tl.constexpr, SIZE: tl.constexpr, INPUTS: tl.constexpr):
+    """SIZE numbers of a row, zeros beyond INPUTS."""
+    columns = FIRST + tl.arange(0, SIZE)
+    return tl.load(row_ptr + columns, mask=columns < INPUTS, other=0.0)
+
+
+@triton.jit
 def normed(x, scale, norm_weight):
     """Scaled and rounded, then weighted and rounded: the two roundings of `KernelSet.rms_norm`."""
     scaled = x.to(tl.float32) * scale
@@ -247,6 +277,7 @@ class LinearLauncher:
         tiles = cdiv(outputs, plan.block_n // 2 if gated else plan.block_n)
         kind = {"GATED": gated, "ADD": residual_TN is not None}
         if isinstance(plan, VectorPlan):
+            padded = next_power_of_2(weight_NK.shape[1])
             vector_linear_kernel[(tiles,)](
                 x_TK, norm_weight_K, weight_NK, out, x_TK.stride(0), out.stride(0),
                 EPS=eps,
@@ -254,7 +285,8 @@ class LinearLauncher:
                 OUTPUTS=outputs,
                 INPUTS=weight_NK.shape[1],
                 BLOCK_N=plan.block_n,
-                BLOCK_K=next_power_of_2(weight_NK.shape[1]),
+                BLOCK_K=padded // 2 if plan.rest else padded,
+                REST=plan.rest,
                 num_warps=plan.num_warps,
                 **kind, **launch_options(self.dependent_launch),
             )  # fmt: skip

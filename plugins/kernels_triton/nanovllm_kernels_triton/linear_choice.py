@@ -52,6 +52,11 @@ _PARTS_STEPS = {True: (4, 8), False: (8, 20)}
 """The same with few rows and with more, where half of them would be idle, and where fewer would."""
 _VECTOR_WEIGHTS = 8192
 """Weights of a vector program, where that makes enough rows."""
+_LONG_ROWS = {8192: (4, 8), 32768: (2, 16)}
+"""By the padded length: the rows and warps of a program in half precision, if there are rows for
+two programs on each multiprocessor. With a `rest` there are half the warps: padding would take the
+registers of loads. On an H200 products of rows of 5,120 to 8,192 take 5 to 8 % less time so than in
+programs of two padded rows, of 17,408 12 % less; those of 9,728 to 14,336 and of 25,600 do not."""
 _WARP_BYTES = 8192
 """Of weights in the registers of a warp, all in flight at once: 64 registers of each thread."""
 
@@ -70,10 +75,15 @@ _LEAST_STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class VectorPlan:
-    """`block_n` weight rows per program."""
+    """`block_n` weight rows per program.
+
+    A row is padded to a power of two; or, with `rest`, so many inputs are loaded by themselves
+    behind the half of that.
+    """
 
     block_n: int
     num_warps: int
+    rest: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +108,7 @@ def choose(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> LinearPl
     half = _is_half(dtype)
     most_rows = 1 if half and outputs * inputs > MAX_TWO_ROW_WEIGHTS else VECTOR_ROWS
     if rows <= most_rows and inputs * dtype.itemsize <= MAX_VECTOR_BYTES:
-        return _vector_plan(inputs, dtype)
+        return _vector_plan(outputs, inputs, dtype)
     if not half:
         return None
     few_rows, tiles, steps = rows <= _FEW_ROWS, -(-outputs // 64), -(-inputs // 128)
@@ -138,10 +148,16 @@ def _is_half(dtype: torch.dtype) -> bool:
     return dtype in (torch.float16, torch.bfloat16)
 
 
-def _vector_plan(inputs: int, dtype: torch.dtype) -> VectorPlan:
+def _vector_plan(outputs: int, inputs: int, dtype: torch.dtype) -> VectorPlan:
     padded = next_power_of_2(inputs)
-    block_n = min(max(_VECTOR_WEIGHTS // padded, 4 if padded <= 4096 else 2), 16)
-    return VectorPlan(block_n, max(block_n * padded * dtype.itemsize // _WARP_BYTES, 1))
+    block_n, num_warps = _LONG_ROWS.get(padded, (0, 0)) if _is_half(dtype) else (0, 0)
+    if not 0 < 2 * MULTIPROCESSORS * block_n <= outputs:
+        block_n = min(max(_VECTOR_WEIGHTS // padded, 4 if padded <= 4096 else 2), 16)
+        return VectorPlan(block_n, max(block_n * padded * dtype.itemsize // _WARP_BYTES, 1))
+    rest = next_power_of_2(inputs - padded // 2)
+    if rest == padded // 2:
+        return VectorPlan(block_n, num_warps)
+    return VectorPlan(block_n, num_warps // 2, rest)
 
 
 def _narrow_tile_plan(few_rows: bool, outputs: int, inputs: int) -> TilePlan:

@@ -31,11 +31,12 @@ ROUTERS = {  # of Qwen3-30B-A3B, DeepSeek-V2-Lite and V3
     "64-router": (64, 2048, "router"),
     "256-router": (256, 7168, "router"),
 }
-LARGE = {  # of 1.7B, 8B and 32B
+LARGE = {  # of 1.7B, 8B, 14B and 32B
     "1.7b-gate_up": (12288, 2048, "gated"),
     "8b-qkv": (6144, 4096, "norm"),
     "8b-gate_up": (24576, 4096, "gated"),
     "8b-down": (4096, 12288, "add"),
+    "14b-down": (5120, 17408, "add"),
     "32b-gate_up": (51200, 5120, "gated"),
     "32b-down": (5120, 25600, "add"),
 }
@@ -69,8 +70,9 @@ def linear_job(
         del signature["norm_weight_ptr"]
         constexprs["norm_weight_ptr"] = None
     if isinstance(plan, VectorPlan):
-        constexprs |= {"ROWS": rows, "BLOCK_N": plan.block_n}
-        constexprs["BLOCK_K"] = 1 << (inputs - 1).bit_length()
+        padded = 1 << (inputs - 1).bit_length()
+        constexprs |= {"ROWS": rows, "BLOCK_N": plan.block_n, "REST": plan.rest}
+        constexprs["BLOCK_K"] = padded // 2 if plan.rest else padded
         kernel = f"{MODULE}:vector_linear_kernel"
         job = AotJob(kernel=kernel, signature=signature, constexprs=constexprs)
         return replace(job, num_warps=plan.num_warps, capability=capability)
@@ -138,9 +140,11 @@ def test_no_kernel_takes_more_than_its_line(reports: dict[str, AotReport]) -> No
 
 @pytest.mark.parametrize("name", JOBS)
 def test_a_product_does_not_spill(name: str, reports: dict[str, AotReport]) -> None:
-    """And leaves room for other programs, three more where it is the vector kernel."""
+    """And leaves room for other programs, three more where it is the vector kernel; two more where
+    that loads a row in two parts, which are more of its weights."""
     assert reports[name].spills == 0
-    assert reports[name].registers <= (128 if name.startswith("vector") else 255)
+    most_registers = 168 if JOBS[name].constexprs.get("REST") else 128
+    assert reports[name].registers <= (most_registers if name.startswith("vector") else 255)
     most = 160 if "-128" in name else 128 if "-64" in name else 112
     assert reports[name].shared <= most * 1024
 

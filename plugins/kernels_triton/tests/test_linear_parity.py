@@ -36,6 +36,7 @@ EPS = 1e-6
 
 PLANS: dict[str, LinearPlan] = {
     "vector": VectorPlan(block_n=8, num_warps=4),
+    "vector in two parts": VectorPlan(block_n=8, num_warps=4, rest=128),
     "tile": TilePlan(32, 64, splits=1, num_warps=4, num_stages=3),
     "split": TilePlan(16, 32, splits=4, num_warps=4, num_stages=3),
     "uneven": TilePlan(16, 16, splits=3, num_warps=4, num_stages=3),
@@ -262,7 +263,7 @@ def test_the_rule_of_choice_is_the_documented_one() -> None:
 @pytest.mark.parametrize(
     ("inputs", "dtype"),
     [
-        *((inputs, torch.bfloat16) for inputs in (64, 1024, 3072, 5120, 8192, 14336, 27648)),
+        *((inputs, torch.bfloat16) for inputs in (64, 1024, 3072, 5120, 8192, 14336, 17408, 27648)),
         *((inputs, torch.float32) for inputs in (64, 1024, 3072, 8192, 14336, 16384)),
     ],
     ids=str,
@@ -270,12 +271,38 @@ def test_the_rule_of_choice_is_the_documented_one() -> None:
 def test_a_vector_program_holds_256_bytes_in_each_thread_or_fewer(
     inputs: int, dtype: torch.dtype
 ) -> None:
-    """Of any model, at least two rows, so that a gated program has its pair."""
+    """In two parts, 384. Of any model, at least two rows, so that a gated program has its pair."""
     plan = choose(1, 4096, inputs, dtype)
     assert isinstance(plan, VectorPlan)
     padded = 1 << (inputs - 1).bit_length()
+    held = padded // 2 + plan.rest if plan.rest else padded
+    assert inputs <= held <= padded
     assert plan.block_n >= 2
-    assert plan.block_n * padded * dtype.itemsize <= 256 * 32 * plan.num_warps
+    most = 384 if plan.rest else 256
+    assert plan.block_n * held * dtype.itemsize <= most * 32 * plan.num_warps
+
+
+@pytest.mark.parametrize(
+    ("inputs", "plan"),
+    [
+        (4096, VectorPlan(4, 4)),
+        (5120, VectorPlan(4, 4, rest=1024)),
+        (6144, VectorPlan(4, 4, rest=2048)),
+        (7168, VectorPlan(4, 8)),
+        (8192, VectorPlan(4, 8)),
+        (12288, VectorPlan(2, 8)),
+        (17408, VectorPlan(2, 8, rest=1024)),
+        (25600, VectorPlan(2, 16)),
+    ],
+)
+def test_a_long_row_is_loaded_in_two_parts_where_padding_would_be_a_quarter(
+    inputs: int, plan: VectorPlan
+) -> None:
+    """Of half precision; and of outputs for two programs on each multiprocessor, as here 1,056."""
+    assert choose(1, 1056, inputs, torch.bfloat16) == plan
+    few, exact = choose(1, 1055, inputs, torch.bfloat16), choose(1, 1056, inputs, torch.float32)
+    for other in (few, exact):
+        assert not isinstance(other, VectorPlan) or not other.rest or inputs > 16384
 
 
 def test_rows_of_a_weight_that_no_program_can_hold_take_the_next_line() -> None:
