@@ -315,8 +315,9 @@ class FetchingKernels(Protocol):
     """A kernel set whose mixtures fetch what is read next while memory waits for their routers."""
 
     def announce_weight(self, gate_up_N2FE: Tensor, weight_XE: Tensor) -> None:
-        """Behind the mixture with this stack comes a product by this weight. No result changes.
+        """Behind the mixture with this stack comes a product by this weight.
 
+        The mixture's result stays the same to the bit; that product may be summed in another order.
         Called once for a stack, before its first step.
         """
 

@@ -42,6 +42,7 @@ from nanovllm_kernels_triton.linear import LinearLauncher
 from nanovllm_kernels_triton.linear_choice import (
     LinearPlan,
     TilePlan,
+    behind_experts,
     choose,
     choose_gated,
     choose_parts,
@@ -77,6 +78,8 @@ class TritonKernels(
         self._logits: Tensor | None = None
         self._next_weights: dict[int, Tensor] = {}
         """By the address of a stack of gates and ups, the weight of the product behind it."""
+        self._announced: set[int] = set()
+        """The addresses of these weights."""
 
     def allocate(self, device: torch.device) -> None:
         """Make what the first call would make otherwise, so that a capture may be the first."""
@@ -145,6 +148,8 @@ class TritonKernels(
         bias_X: Tensor | None = None,
     ) -> Tensor:
         plan = choose(x_TE.shape[0], *weight_XE.shape, x_TE.dtype)
+        if len(x_TE) == 1 and weight_XE.data_ptr() in self._announced:
+            plan = behind_experts(plan)
         if plan is None or bias_X is not None:
             return linear(self.rms_norm(x_TE, norm_weight_E, eps), weight_XE, bias_X)
         return self._after_norm(plan, x_TE, norm_weight_E, eps, weight_XE, gated=False)
@@ -283,6 +288,7 @@ class TritonKernels(
 
     def announce_weight(self, gate_up_N2FE: Tensor, weight_XE: Tensor) -> None:
         self._next_weights[gate_up_N2FE.data_ptr()] = weight_XE
+        self._announced.add(weight_XE.data_ptr())
 
     def _passed_logits(self, device: torch.device) -> Tensor:
         if self._logits is None:

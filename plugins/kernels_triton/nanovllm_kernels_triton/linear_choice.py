@@ -59,6 +59,11 @@ registers of loads. On an H200 products of rows of 5,120 to 8,192 take 5 to 8 % 
 programs of two padded rows, of 17,408 12 % less; those of 9,728 to 14,336 and of 25,600 do not."""
 _WARP_BYTES = 8192
 """Of weights in the registers of a warp, all in flight at once: 64 registers of each thread."""
+_SHORT_ROW, _SHORT_ROWS = 1024, 4
+"""A warp alone holds so many rows of that length, and sums them without a barrier: on an H200 the
+products of a layer of Qwen3-0.6B take 3 % less time at one row, and 7 % more at two."""
+_MOST_WARPS = 8
+"""Of a program behind a mixture."""
 
 # Of TILE_ROWS + 1 to WIDE_ROWS rows:
 _MOST_WASTE = 4 / 3
@@ -108,7 +113,7 @@ def choose(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> LinearPl
     half = _is_half(dtype)
     most_rows = 1 if half and outputs * inputs > MAX_TWO_ROW_WEIGHTS else VECTOR_ROWS
     if rows <= most_rows and inputs * dtype.itemsize <= MAX_VECTOR_BYTES:
-        return _vector_plan(outputs, inputs, dtype)
+        return _vector_plan(rows, outputs, inputs, dtype)
     if not half:
         return None
     few_rows, tiles, steps = rows <= _FEW_ROWS, -(-outputs // 64), -(-inputs // 128)
@@ -148,8 +153,22 @@ def _is_half(dtype: torch.dtype) -> bool:
     return dtype in (torch.float16, torch.bfloat16)
 
 
-def _vector_plan(outputs: int, inputs: int, dtype: torch.dtype) -> VectorPlan:
+def behind_experts(plan: LinearPlan | None) -> LinearPlan | None:
+    """The plan of a product whose weight was announced by the mixture before it.
+
+    Twice the warps, of half the registers, find room sooner while programs of the mixture end: on
+    an H200 a layer of Qwen3-30B-A3B takes 2.6 % less time so at one row, of V2-Lite 1.8 %, on an
+    H100 the first 1.6 %; the same product of a dense model takes as long, or 1 % more.
+    """
+    if isinstance(plan, VectorPlan) and plan.num_warps <= _MOST_WARPS // 2:
+        return replace(plan, num_warps=2 * plan.num_warps)
+    return plan
+
+
+def _vector_plan(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> VectorPlan:
     padded = next_power_of_2(inputs)
+    if rows == 1 and padded == _SHORT_ROW and _is_half(dtype):
+        return VectorPlan(_SHORT_ROWS, 1)
     block_n, num_warps = _LONG_ROWS.get(padded, (0, 0)) if _is_half(dtype) else (0, 0)
     if not 0 < 2 * MULTIPROCESSORS * block_n <= outputs:
         block_n = min(max(_VECTOR_WEIGHTS // padded, 4 if padded <= 4096 else 2), 16)

@@ -12,6 +12,7 @@ from nanovllm_kernels_triton.linear import LARGE_BYTES
 from nanovllm_kernels_triton.linear_choice import (
     TilePlan,
     VectorPlan,
+    behind_experts,
     choose,
     choose_gated,
     choose_parts,
@@ -104,6 +105,16 @@ def parts_job(name: str, rows: int) -> AotJob:
     return replace(job, constexprs=constexprs, signature=signature, num_stages=plan.num_stages)
 
 
+def job_behind_experts(outputs: int, inputs: int) -> AotJob:
+    """A norm and a product of one row whose weight the mixture before it was told."""
+    plan = behind_experts(choose(1, outputs, inputs, torch.bfloat16))
+    assert isinstance(plan, VectorPlan)
+    job = linear_job("qkv", 1, dependent=True)
+    constexprs = dict(job.constexprs) | {"OUTPUTS": outputs, "INPUTS": inputs}
+    constexprs |= {"BLOCK_N": plan.block_n, "BLOCK_K": inputs, "REST": plan.rest}
+    return replace(job, constexprs=constexprs, num_warps=plan.num_warps)
+
+
 WIDE = ("gate_up", "1.7b-gate_up", "32b-gate_up")
 """Each of another plan, at 65 to 128 rows."""
 JOBS = {
@@ -123,6 +134,7 @@ JOBS = {
     **{f"vector-{name}-dependent": linear_job(name, 1, dependent=True) for name in LARGE},
     **{f"tile-{name}-dependent": linear_job(name, 16, dependent=True) for name in LARGE},
     **{f"tile-{name}-64-dependent": linear_job(name, 64, dependent=True) for name in LARGE},
+    "vector-behind-experts-30b-a3b": job_behind_experts(5120, 2048),
     **{f"vector-{name}": linear_job(name, 1) for name in HEADS},
     **{f"tile-{name}-64": linear_job(name, 64) for name in HEADS},
 }

@@ -305,6 +305,37 @@ def test_a_long_row_is_loaded_in_two_parts_where_padding_would_be_a_quarter(
         assert not isinstance(other, VectorPlan) or not other.rest or inputs > 16384
 
 
+def test_one_row_of_a_short_weight_is_the_work_of_single_warps() -> None:
+    """Two rows, and float32, have programs of several."""
+    assert choose(1, 4096, 1024, torch.bfloat16) == VectorPlan(4, 1)
+    assert choose(1, 4096, 1000, torch.float16) == VectorPlan(4, 1)
+    assert choose(2, 4096, 1024, torch.bfloat16) == VectorPlan(8, 2)
+    assert choose(1, 4096, 1024, torch.float32) == VectorPlan(8, 4)
+
+
+@pytest.mark.parametrize(("rows", "num_warps"), [(1, 4), (2, 2)])
+def test_one_row_s_product_behind_a_mixture_has_twice_the_warps(
+    rows: int, num_warps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the weight that was announced, and of no other; the result is the reference's."""
+    x, norm_weight, weight, _ = problem(rows, 48, 2048, torch.float16)
+    kernels, plans = TritonKernels(), []
+    run = LinearLauncher.run
+
+    def noted(self: LinearLauncher, plan: LinearPlan, *arguments: Any, **keywords: Any) -> Tensor:
+        plans.append(plan)
+        return run(self, plan, *arguments, **keywords)
+
+    monkeypatch.setattr(LinearLauncher, "run", noted)
+    kernels.norm_linear(x, norm_weight, EPS, weight)
+    kernels.announce_weight(random(2, 4, 6, dtype=torch.float16), weight)
+    actual = kernels.norm_linear(x, norm_weight, EPS, weight)
+    kernels.norm_linear(x, norm_weight, EPS, weight.clone())
+    assert plans == [VectorPlan(4, warps) for warps in (2, num_warps, 2)]
+    expected = TorchKernels().norm_linear(x, norm_weight, EPS, weight)
+    assert_close_report(actual, expected, rel_norm=REL_NORM[torch.float16])
+
+
 def test_rows_of_a_weight_that_no_program_can_hold_take_the_next_line() -> None:
     """32,768 numbers of 16 bits, or 16,384 in float32."""
     assert isinstance(choose(1, 4096, 32768, torch.bfloat16), VectorPlan)
