@@ -181,9 +181,10 @@ PREFILL = {
 # Heads above WIDE: twice the registers and shared memory for every token, so smaller tiles, more
 # warps, fewer stages; but where the copy engine loads the tiles, one program of large ones.
 WIDE = 128
+# More heads of 256 would not fit 99 KiB.
 WIDE_DECODE = {
-    2: DecodeTuning(tile=32, num_warps=4, num_stages=3),
-    4: DecodeTuning(tile=16, num_warps=8, num_stages=2),
+    2: DecodeTuning(tile=32, num_warps=4, num_stages=3, most_heads=32),
+    4: DecodeTuning(tile=16, num_warps=8, num_stages=2, most_heads=32),
 }
 WIDE_PREFILL = {
     2: PrefillTuning(block_m=64, block_n=32, num_warps=8, num_stages=2),

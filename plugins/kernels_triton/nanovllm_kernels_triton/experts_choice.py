@@ -45,8 +45,8 @@ _LINE_BYTES = 128
 """Of a weight row in a step of `experts_many`."""
 _LARGE_SHARED_MEMORY = 190000
 """Bytes for the steps of a program of large tiles; GPUs for graphics grant 101376."""
-_BLACKWELL = 10
-"""The compute capability (major) of its GPUs for data centres."""
+_BLACKWELL = (10, 11)
+"""The compute capabilities (major) of its GPUs with 227 KiB: B200, B300, Thor."""
 _BLACKWELL_RESULTS = 2**15
 """Bytes of a program there that steps cannot have: results leave its tensor memory through them."""
 _SHARED_MEMORY_OF_PROCESSOR = 233472
@@ -110,7 +110,7 @@ def memory_for_steps(granted: int, capability: int) -> int:
 
     `capability`: its compute capability, major.
     """
-    return granted - _BLACKWELL_RESULTS if capability == _BLACKWELL else granted
+    return granted - _BLACKWELL_RESULTS if capability in _BLACKWELL else granted
 
 
 @lru_cache(maxsize=1024)

@@ -62,6 +62,10 @@ _WARP_BYTES = 8192
 _SHORT_ROW, _SHORT_ROWS = 1024, 4
 """A warp alone holds so many rows of that length, and sums them without a barrier: on an H200 the
 products of a layer of Qwen3-0.6B take 3 % less time at one row, and 7 % more at two."""
+_ONE_WAVE_ROW, _ONE_WAVE = 4096, (8, 16)
+"""Rows and warps of a program, where all fit on the multiprocessors at once, two on each. A layer
+of Qwen3-30B-A3B at one row, whose output projection it is, takes 0.6 % less time on an H200 and
+1.1 % less on an H100."""
 _MOST_WARPS = 8
 """Of a program behind a mixture."""
 
@@ -167,8 +171,12 @@ def behind_experts(plan: LinearPlan | None) -> LinearPlan | None:
 
 def _vector_plan(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> VectorPlan:
     padded = next_power_of_2(inputs)
-    if rows == 1 and padded == _SHORT_ROW and _is_half(dtype):
-        return VectorPlan(_SHORT_ROWS, 1)
+    if rows == 1 and _is_half(dtype):
+        wave_n, wave_warps = _ONE_WAVE
+        if padded == _SHORT_ROW:
+            return VectorPlan(_SHORT_ROWS, 1)
+        if padded == _ONE_WAVE_ROW and 1 < -(-outputs // wave_n) / MULTIPROCESSORS <= 2:
+            return VectorPlan(wave_n, wave_warps)
     block_n, num_warps = _LONG_ROWS.get(padded, (0, 0)) if _is_half(dtype) else (0, 0)
     if not 0 < 2 * MULTIPROCESSORS * block_n <= outputs:
         block_n = min(max(_VECTOR_WEIGHTS // padded, 4 if padded <= 4096 else 2), 16)

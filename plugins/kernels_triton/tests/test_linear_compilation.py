@@ -32,12 +32,13 @@ ROUTERS = {  # of Qwen3-30B-A3B, DeepSeek-V2-Lite and V3
     "64-router": (64, 2048, "router"),
     "256-router": (256, 7168, "router"),
 }
-LARGE = {  # of 1.7B, 8B, 14B and 32B
+LARGE = {  # of 1.7B, 8B, 14B, 30B-A3B and 32B
     "1.7b-gate_up": (12288, 2048, "gated"),
     "8b-qkv": (6144, 4096, "norm"),
     "8b-gate_up": (24576, 4096, "gated"),
     "8b-down": (4096, 12288, "add"),
     "14b-down": (5120, 17408, "add"),
+    "30b-a3b-o_proj": (2048, 4096, "add"),
     "32b-gate_up": (51200, 5120, "gated"),
     "32b-down": (5120, 25600, "add"),
 }

@@ -285,7 +285,6 @@ def test_a_vector_program_holds_256_bytes_in_each_thread_or_fewer(
 @pytest.mark.parametrize(
     ("inputs", "plan"),
     [
-        (4096, VectorPlan(4, 4)),
         (5120, VectorPlan(4, 4, rest=1024)),
         (6144, VectorPlan(4, 4, rest=2048)),
         (7168, VectorPlan(4, 8)),
@@ -311,6 +310,16 @@ def test_one_row_of_a_short_weight_is_the_work_of_single_warps() -> None:
     assert choose(1, 4096, 1000, torch.float16) == VectorPlan(4, 1)
     assert choose(2, 4096, 1024, torch.bfloat16) == VectorPlan(8, 2)
     assert choose(1, 4096, 1024, torch.float32) == VectorPlan(8, 4)
+
+
+def test_rows_of_4096_are_eight_to_a_program_where_two_on_each_multiprocessor_are_all() -> None:
+    """With more outputs there is a second wave, with fewer one program on a multiprocessor."""
+    wave = VectorPlan(8, 16)
+    plans = {
+        outputs: choose(1, outputs, 4096, torch.bfloat16) for outputs in (1056, 1057, 2112, 2113)
+    }
+    assert plans == {1056: VectorPlan(4, 4), 1057: wave, 2112: wave, 2113: VectorPlan(4, 4)}
+    assert choose(1, 2048, 4096, torch.float32) == VectorPlan(4, 8)
 
 
 @pytest.mark.parametrize(("rows", "num_warps"), [(1, 4), (2, 2)])
