@@ -153,10 +153,6 @@ def choose_parts(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> Ti
     return replace(plan, splits=splits) if splits > 1 else None
 
 
-def _is_half(dtype: torch.dtype) -> bool:
-    return dtype in (torch.float16, torch.bfloat16)
-
-
 def behind_experts(plan: LinearPlan | None) -> LinearPlan | None:
     """The plan of a product whose weight was announced by the mixture before it.
 
@@ -167,6 +163,10 @@ def behind_experts(plan: LinearPlan | None) -> LinearPlan | None:
     if isinstance(plan, VectorPlan) and plan.num_warps <= _MOST_WARPS // 2:
         return replace(plan, num_warps=2 * plan.num_warps)
     return plan
+
+
+def _is_half(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float16, torch.bfloat16)
 
 
 def _vector_plan(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> VectorPlan:
