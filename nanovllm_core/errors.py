@@ -16,7 +16,7 @@ NanoVLLMError
 │   └── WeightsError             missing, unexpected, truncated or mismatched weights
 ├── RequestError
 │   ├── InvalidPromptError       empty prompt, or ids outside the vocabulary
-│   ├── InvalidSamplingError     a sampling parameter out of its range
+│   ├── InvalidSamplingError     a sampling parameter out of its range, or no id left to choose
 │   ├── InvalidLabelsError       labels that are not a small mapping of texts
 │   └── RequestTooLongError      a request that can never fit
 ├── DeviceError                  the device that was asked for is not there
@@ -198,7 +198,7 @@ class InvalidPromptError(RequestError):
 
 
 class InvalidSamplingError(RequestError):
-    """A sampling parameter is out of its range."""
+    """A sampling parameter is out of its range, or the parameters leave no id to choose."""
 
 
 class InvalidLabelsError(RequestError):

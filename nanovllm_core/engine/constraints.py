@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from nanovllm_core.errors import PluginFailedError
+from nanovllm_core.errors import InvalidSamplingError, NanoVLLMError, PluginFailedError
 from nanovllm_core.interfaces.constraint import Constraint, ConstraintSpec, allows
 from nanovllm_core.interfaces.plan import mask_words
 
@@ -62,8 +62,8 @@ class SampleConstraints:
         """Take in the output ids after the first `num_taken`, and fill the mask of the next one.
 
         `begin` gets the name of each call of a constraint before it is made. Raises
-        PluginFailedError where a constraint raises, or where no id is allowed, and what `begin`
-        raises.
+        PluginFailedError where a constraint raises, InvalidSamplingError where no id is allowed,
+        and what `begin` raises.
         """
         self.num_taken += len(new_ids)
         allowed = np.full(mask_words(self._vocab_size), -1, np.int32)
@@ -90,23 +90,23 @@ class SampleConstraints:
             call(use, "fill", use.state, mask)
             allowed &= mask
         if not allowed.any():
-            raise PluginFailedError(
-                f"{self._names} allowed none of the {self._vocab_size} ids after "
-                f"{self.num_taken} of the output; an answer that is complete must allow an "
-                "end-of-sequence id"
+            raise InvalidSamplingError(
+                f"constraints: {self._names} allowed none of the {self._vocab_size} ids after "
+                f"{self.num_taken} of the output; ask for what these ids can spell. A constraint "
+                "must allow an end-of-sequence id where its answer is complete"
             )
         return allowed
 
-    def refused(self, token_id: int) -> PluginFailedError | None:
+    def refused(self, token_id: int) -> InvalidSamplingError | None:
         """The error of an id that the newest mask does not allow.
 
         The device chooses one where no id that the mask allows is left.
         """
         if self.mask is None or allows(self.mask, token_id):
             return None
-        return PluginFailedError(
-            f"min_tokens or a logits processor of the request forbids every id that {self._names} "
-            f"allowed after {self.num_taken} of the output; change one of them"
+        return InvalidSamplingError(
+            "constraints: min_tokens or a logits processor of the request forbids every id that "
+            f"{self._names} allowed after {self.num_taken} of the output; change one of them"
         )
 
 
@@ -127,7 +127,7 @@ class Filling:
     new_ids: list[int]
 
 
-Filled = NDArray[np.int32] | PluginFailedError
+Filled = NDArray[np.int32] | NanoVLLMError
 
 
 class MaskFiller:
@@ -194,7 +194,7 @@ class _Batch:
         for filling in self._fillings:
             try:
                 filled: Filled = filling.sample.next_mask(filling.new_ids, self._begin)
-            except PluginFailedError as error:
+            except NanoVLLMError as error:
                 filled = error
             except _LeftBehindError:
                 return

@@ -10,12 +10,12 @@ import numpy as np
 from nanovllm_core.engine.constraints import Filling, MaskFiller
 from nanovllm_core.engine.planner import PlannedStep, Planner
 from nanovllm_core.engine.request import Request
-from nanovllm_core.errors import PluginFailedError
+from nanovllm_core.errors import NanoVLLMError
 from nanovllm_core.interfaces.plan import TokenMasks, mask_words
 
 logger = logging.getLogger(__name__)
 
-Failed = tuple[Request, PluginFailedError]
+Failed = tuple[Request, NanoVLLMError]
 
 
 class Masking:
@@ -44,7 +44,7 @@ class Masking:
         for (row, request, sample), filled in zip(
             waiting, self._filler.fill(fillings), strict=True
         ):
-            if isinstance(filled, PluginFailedError):
+            if isinstance(filled, NanoVLLMError):
                 logger.warning("request %s: %s", request.request_id, filled)
                 failed.append((request, filled))
             else:

@@ -73,8 +73,8 @@ class Constraint(ABC):
     before temperature, min_p, top_k and top_p; log-probabilities are reported of the logits before
     all of them. A request may use several constraints: then it may choose the ids that all allow.
 
-    An error in `start`, `advance` or `fill`, a mask that is not made in time, and one that allows
-    no id end the request with `finish_reason="error"`. Other requests go on.
+    An error in `start`, `advance` or `fill`, a late mask, and one that allows no id (the request's
+    own fault) end the request with `finish_reason="error"`. Other requests go on.
     """
 
     def __init__(self, options: BaseModel, context: ConstraintContext) -> None:

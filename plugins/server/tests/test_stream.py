@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 
 from nanovllm_core import AsyncLLM, SamplingParams
-from nanovllm_core.errors import EngineClosedError, InvalidPromptError, PluginFailedError
+from nanovllm_core.errors import (
+    EngineClosedError,
+    InvalidPromptError,
+    InvalidSamplingError,
+    PluginFailedError,
+)
 from nanovllm_server.bodies import StreamOptions
 from nanovllm_server.completion_body import CompletionBody
 from nanovllm_server.completions import CompletionShape
@@ -104,6 +109,7 @@ def events_of(sent: Sent) -> list[Any]:
         (PluginFailedError("its own reason"), 500, "internal_error"),
         (KeyError(SECRET), 500, "internal_error"),
         (InvalidPromptError("empty"), 400, None),
+        (InvalidSamplingError("constraints: no id is left"), 400, None),
         (ApiError(504, "too late", code="deadline"), 504, "deadline"),
     ],
 )
