@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
+from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.errors import (
     ConfigError,
     InvalidPromptError,
@@ -15,6 +16,7 @@ from nanovllm_core.errors import (
     RequestTooLongError,
 )
 from nanovllm_core.interfaces.cache_groups import SequenceNeed
+from nanovllm_core.interfaces.plan import WorkerInfo
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 
 
@@ -33,6 +35,19 @@ class EngineLimits:
     block_size: int
     vocab_size: int
     cache_windows: tuple[int | None, ...] = (None,)
+
+    @classmethod
+    def of(cls, config: EngineConfig, info: WorkerInfo) -> EngineLimits:
+        """The limits of a started executor."""
+        return cls(
+            max_num_seqs=config.limits.max_num_seqs,
+            max_num_batched_tokens=config.limits.max_num_batched_tokens,
+            max_model_len=info.max_model_len,
+            num_blocks=info.num_blocks,
+            block_size=info.block_size,
+            vocab_size=info.vocab_size,
+            cache_windows=info.cache_windows,
+        )
 
     def __post_init__(self) -> None:
         sizes = [one.name for one in fields(self) if one.name != "cache_windows"]

@@ -278,15 +278,7 @@ def make_engine(
     return Engine(
         startup.executor,
         startup.scheduler,
-        EngineLimits(
-            max_num_seqs=config.limits.max_num_seqs,
-            max_num_batched_tokens=config.limits.max_num_batched_tokens,
-            max_model_len=info.max_model_len,
-            num_blocks=info.num_blocks,
-            block_size=info.block_size,
-            vocab_size=info.vocab_size,
-            cache_windows=info.cache_windows,
-        ),
+        EngineLimits.of(config, info),
         eos_token_ids=eos_token_ids,
         sampling_defaults=startup.sampling_defaults,
         logits_processors=startup.logits_processors,

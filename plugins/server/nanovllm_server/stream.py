@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nanovllm_core import AsyncLLM, RequestOutput, SamplingParams
+from nanovllm_core.engine import EngineLimits
 from nanovllm_server.bodies import StreamOptions
 from nanovllm_server.errors import ApiError, of_engine
 from nanovllm_server.guard.admission import Admission
@@ -65,6 +66,8 @@ class Work:
                 async for output in outputs:
                     yield [(0, output)]
             return
+        if len(self.prompts) > 1:
+            self.check_prompts()
         # It holds a step. Of what a slow client leaves in the engine's mailbox, tokens are joined.
         ready: asyncio.Queue[Choice | Exception] = asyncio.Queue(self.num_choices)
         tasks = [
@@ -87,6 +90,15 @@ class Work:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def check_prompts(self) -> None:
+        """Raise what the engine would refuse any of the prompts for, before it has one of them.
+
+        Each is a request of its own there, and one that is refused may come behind others that run.
+        """
+        limits = EngineLimits.of(self.llm.config, self.llm.info)
+        for prompt in self.prompts:
+            limits.check_length(len(limits.check_prompt(prompt)), self.params)
 
     def _generate(self, place: int) -> AsyncGenerator[RequestOutput, None]:
         labels = {**self.labels, **trace_labels()}

@@ -201,22 +201,36 @@ def test_a_client_that_leaves_aborts_its_request_at_once(stream: bool, llm: Asyn
     assert llm.stats.steps - steps < 150
 
 
-def test_errors_of_the_work_of_one_prompt_end_the_others(llm: AsyncLLM) -> None:
-    """A batch with one prompt that the engine refuses leaves nothing running."""
+@pytest.mark.parametrize(
+    ("wrong", "code"),
+    [([10**6], None), ([], None), ([8] * 1900, "context_length_exceeded")],
+    ids=["no id of the vocabulary", "empty", "no room for max_tokens"],
+)
+def test_a_prompt_that_can_never_run_is_refused_before_any_other_of_its_call_runs(
+    wrong: list[int], code: str | None, llm: AsyncLLM
+) -> None:
+    """The status is 400, however fast the others are, and the engine takes no step."""
     response = make_answer(llm, stream=True)
-    work = response.work
-    batch = Work(
-        llm=llm,
-        prompts=[[5, 6], [10**6], [7]],
-        params=work.params,
-        labels={},
-        cache_salt=b"",
-        admission=Admission(16, 256),
-        stream=True,
-        prompt_field="prompt",
-    )
+    work = replace(response.work, prompts=[*[[5, 6]] * 8, wrong])
+    llm.engine.assert_consistent()
     steps = llm.stats.steps
-    sent = collect(EventStream(batch, response.shape, StreamOptions()))
+    sent = collect(EventStream(work, response.shape, StreamOptions()))
+    assert sent[0]["status"] == 400
+    error = events_of(sent)[-1]["error"]
+    assert (error["param"], error["code"]) == ("prompt", code)
+    llm.engine.assert_consistent()
+    assert llm.stats.steps == steps
+
+
+def test_errors_of_the_work_of_one_prompt_end_the_others(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch with one prompt that ends with an error leaves nothing running."""
+    response = make_answer(llm, stream=True)
+    work = replace(response.work, prompts=[[5, 6], [10**6], [7]])
+    monkeypatch.setattr(Work, "check_prompts", lambda _: None)
+    steps = llm.stats.steps
+    sent = collect(EventStream(work, response.shape, StreamOptions()))
     assert events_of(sent)[-1]["error"]["param"] == "prompt"
     llm.engine.assert_consistent()
     assert llm.stats.steps - steps < 150
