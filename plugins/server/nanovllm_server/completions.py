@@ -66,8 +66,8 @@ class CompletionShape(Shape):
         self._n = body.n or 1
         self._echoed = echoed
         """The text of each prompt; empty where none is echoed."""
-        self._offsets: dict[int, int] = {}
-        """Characters of the streamed tokens, by choice."""
+        self._offsets: dict[int, logprobs.TextOffsets] = {}
+        """Of the streamed tokens, by choice."""
         self._before = b'data: %b,"choices":[{"index":' % encode(self._head)[:-1]
 
     def _prompt(self, index: int) -> str:
@@ -96,9 +96,15 @@ class CompletionShape(Shape):
         if not ids:
             return b"null"
         entries = (output.logprobs or [])[-len(ids) :]
-        offset = self._offsets.get(index, 0)
-        self._offsets[index] = offset + sum(len(self._texts[one][0]) for one in ids)
-        return encode(logprobs.for_completion(self._texts, ids, entries, offset))
+        if index not in self._offsets:
+            self._offsets[index] = self._texts.offsets()
+        return encode(logprobs.for_completion(self._texts, ids, entries, self._offsets[index]))
+
+    def _whole_logprobs(self, output: RequestOutput) -> dict[str, Any] | None:
+        if output.logprobs is None:
+            return None
+        offsets = self._texts.offsets()
+        return logprobs.for_completion(self._texts, output.token_ids, output.logprobs, offsets)
 
     def usage_event(self, usage: Usage) -> bytes:
         return b"data: %b\n\n" % encode({**self._head, "choices": [], "usage": usage.body})
@@ -108,9 +114,7 @@ class CompletionShape(Shape):
             {
                 "index": index,
                 "text": self._prompt(index) + output.text,
-                "logprobs": None
-                if output.logprobs is None
-                else logprobs.for_completion(self._texts, output.token_ids, output.logprobs, 0),
+                "logprobs": self._whole_logprobs(output),
                 "finish_reason": output.finish_reason,
             }
             for index, output in outputs.items()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanovllm_core.api import TokenLogprobs
-from nanovllm_core.frontend import Tokenizer
+from nanovllm_core.frontend import Detokenizer, Tokenizer
 
 LEAST = -9999.0
 """For the log-probability of a forbidden token: JSON has no infinity."""
@@ -39,6 +39,11 @@ class TokenTexts:
             known = self._known[token_id] = self._read(token_id)
         return known
 
+    def offsets(self) -> TextOffsets:
+        """The offsets of the tokens of one more choice."""
+        tokenizer = self._tokenizer
+        return TextOffsets(self, None if tokenizer is None else tokenizer.detokenizer())
+
     def _read(self, token_id: int) -> tuple[str, bytes]:
         if self._tokenizer is None:
             return f"token_id:{token_id}", b""
@@ -51,6 +56,35 @@ class TokenTexts:
         if all(letter in _BYTE_LETTERS for letter in piece):
             return text, bytes(_BYTE_LETTERS[letter] for letter in piece)
         return text, text.encode()
+
+
+class TextOffsets:
+    """Where the tokens of one choice begin in its text, as they come.
+
+    Parts of a character begin where the first of them does. A token without text, such as the end
+    of a sequence, begins where the next text does.
+    """
+
+    def __init__(self, texts: TokenTexts, detokenizer: Detokenizer | None) -> None:
+        self._texts = texts
+        self._detokenizer = detokenizer
+        self._end = 0
+        """Of the text that is complete."""
+        self._holds_part = False
+        """True behind a part of a character that is not complete."""
+
+    def take(self, token_ids: Sequence[int]) -> list[int]:
+        """The offsets of further tokens."""
+        return [self._take_one(token_id) for token_id in token_ids]
+
+    def _take_one(self, token_id: int) -> int:
+        begin, own = self._end, self._texts[token_id][0]
+        text = self._detokenizer.push([token_id]) if self._detokenizer else ""
+        self._end += len(text)
+        if self._holds_part and text.endswith(own):  # What came before is no character's part.
+            begin = self._end - len(own)
+        self._holds_part = not text and (self._holds_part or REPLACEMENT in own)
+        return begin
 
 
 def _finite(logprob: float) -> float:
@@ -75,17 +109,16 @@ def for_chat(
 
 
 def for_completion(
-    texts: TokenTexts, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int
+    texts: TokenTexts,
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs],
+    offsets: TextOffsets,
 ) -> dict[str, Any]:
-    """`choices[].logprobs` of a completion; `offset` characters came before.
+    """`choices[].logprobs` of a completion; `offsets` has taken the tokens before.
 
     The likeliest tokens are by their texts, and the sampled one is among them.
     """
     names = [texts[token_id][0] for token_id in token_ids]
-    offsets = []
-    for name in names:
-        offsets.append(offset)
-        offset += len(name)
     tops = [
         {texts[other][0]: _finite(logprob) for other, logprob in reversed(entry.top)}
         | {name: _finite(entry.token_logprob)}
@@ -95,5 +128,5 @@ def for_completion(
         "tokens": names,
         "token_logprobs": [_finite(entry.token_logprob) for entry in logprobs],
         "top_logprobs": tops,
-        "text_offset": offsets,
+        "text_offset": offsets.take(token_ids),
     }

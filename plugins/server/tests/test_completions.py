@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from nanovllm_core import AsyncLLM
 from nanovllm_server.guard import prompts
+from nanovllm_server.logprobs import TokenTexts
 
 STORY = "Once upon a time there was a fox named Mia."
 QUESTION = [{"role": "user", "content": "What is 27 + 15?"}]
@@ -238,6 +239,42 @@ def test_a_tokens_bytes_join_to_the_text(http: httpx.Client) -> None:
     choice = http.post("/v1/chat/completions", json=body).json()["choices"][0]
     raw = b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"])
     assert raw.decode(errors="replace") == choice["message"]["content"]
+
+
+def test_an_offset_is_where_a_tokens_text_begins(llm: AsyncLLM) -> None:
+    """Parts of a character begin with it, also where none completes it; ends have no text."""
+    encode, texts = llm.tokenizer.encode, TokenTexts(llm.tokenizer)
+    [first, second, third] = encode("東")
+    [letter] = encode("a")
+    [end] = encode("<|im_end|>")
+    for ids, wanted in (
+        ([letter, end, letter, end], [0, 1, 1, 2]),
+        ([letter, first, second, third, letter], [0, 1, 1, 1, 2]),
+        ([first, second, third] * 2, [0, 0, 0, 1, 1, 1]),
+        ([first, letter, second, letter], [0, 1, 2, 3]),
+    ):
+        assert texts.offsets().take(ids) == wanted
+        streamed = texts.offsets()
+        assert [one for token_id in ids for one in streamed.take([token_id])] == wanted
+
+
+def test_an_offset_is_one_into_the_text_of_its_choice(http: httpx.Client) -> None:
+    """Where characters have several tokens, and in a stream too."""
+    ids = http.post("/tokenize", json={"prompt": "né 東"}).json()["tokens"]
+    body = {"prompt": STORY, "max_tokens": 30, "n": 3, "logprobs": 1, "seed": 1, "temperature": 1}
+    body |= {"logit_bias": {str(token_id): 20 for token_id in ids}, "frequency_penalty": 2}
+    choices = http.post("/v1/completions", json=body).json()["choices"]
+    streamed: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for event in events(http, "/v1/completions", body):
+        [choice] = event["choices"]
+        streamed[choice["index"]] += (choice["logprobs"] or {}).get("text_offset", [])
+    for choice in choices:
+        text, logprobs = choice["text"], choice["logprobs"]
+        assert len(text) < sum(map(len, logprobs["tokens"])), "characters have several tokens"
+        for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+            if not token.startswith(("\ufffd", "<|")):
+                assert text[offset:].startswith(token)
+        assert streamed[choice["index"]] == logprobs["text_offset"]
 
 
 # -- a stream is the whole answer
