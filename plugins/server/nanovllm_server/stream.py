@@ -23,6 +23,7 @@ from nanovllm_server.bodies import StreamOptions
 from nanovllm_server.errors import ApiError, of_engine
 from nanovllm_server.guard.admission import Admission
 from nanovllm_server.guard.asgi import send_error
+from nanovllm_server.guard.prompts import check_logprobs
 from nanovllm_server.watch.trace_context import trace_labels
 
 JSON_HEADERS = [(b"content-type", b"application/json")]
@@ -55,6 +56,13 @@ class Work:
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.params.n
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that all choices can have together."""
+        length = self.llm.info.max_model_len
+        most = self.params.max_tokens or length
+        return self.params.n * sum(min(most, length - len(ids)) for ids in self.prompts)
 
     async def outputs(self) -> AsyncGenerator[list[Choice], None]:
         """The outputs of all prompts as they come: those that are ready at one time, together.
@@ -279,8 +287,9 @@ class EventStream(Answer):
 
 
 def answer(work: Work, shape: Shape, options: StreamOptions | None) -> Response:
-    """The response that does the work."""
+    """The response that does the work; ApiError for one that cannot be encoded at once."""
     if not work.stream:
+        check_logprobs(work.params.logprobs, work.most_tokens)
         return WholeAnswer(work, shape)
     return EventStream(work, shape, options or StreamOptions())
 

@@ -192,6 +192,38 @@ def test_a_small_request_cannot_become_a_large_one(
     assert "send at most" in error["message"] or "the limit is" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "few", "many"),
+    [
+        ("/v1/completions", {"prompt": ["a", "b"], "logprobs": 4, "max_tokens": 5}, {"n": 3}),
+        ("/v1/completions", {"prompt": "a", "logprobs": 4}, {"n": 2}),
+        (
+            "/v1/chat/completions",
+            {"messages": QUESTION, "logprobs": True, "top_logprobs": 9, "max_tokens": 10},
+            {"max_tokens": 11},
+        ),
+        ("/v1/chat/completions", {"messages": QUESTION}, {"logprobs": True}),
+    ],
+    ids=["choices", "tokens of a completion", "tokens", "tokens up to the model's length"],
+)
+def test_many_log_probabilities_come_in_a_stream_alone(
+    path: str,
+    few: dict[str, Any],
+    many: dict[str, Any],
+    http: httpx.Client,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every stream of the server waits while a whole answer is encoded."""
+    monkeypatch.setattr(prompts, "MAX_WHOLE_LOGPROBS", 100)
+    assert http.post(path, json=few).status_code == 200
+    refusal = http.post(path, json=few | many)
+    assert refusal.status_code == 400
+    error = refusal.json()["error"]
+    assert error["param"] == "logprobs"
+    assert "the limit is 100; stream it" in error["message"]
+    assert http.post(path, json=few | many | {"stream": True}).status_code == 200
+
+
 def test_a_completion_has_16_tokens_if_nothing_is_said(http: httpx.Client) -> None:
     value = http.post("/v1/completions", json={"prompt": STORY, "ignore_eos": True}).json()
     assert value["usage"]["completion_tokens"] == 16

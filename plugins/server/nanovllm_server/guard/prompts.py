@@ -1,4 +1,4 @@
-"""Limits of text, checked before it is rendered, encoded or searched."""
+"""Limits of text, checked before it is rendered, encoded or searched; and of whole answers."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ MAX_ARGUMENT_BYTES = 2**20
 """Of logits_processors and constraints, as JSON, times the prompts: each goes to the engine so."""
 MAX_ECHOED_CHARACTERS = 2**24
 """Of all prompts in an answer that echoes them, once for each choice."""
+MAX_WHOLE_LOGPROBS = 2**16
+"""Of an answer that is not streamed: the event loop encodes all at once. So many take 0.1 to 0.2 s
+of a CPU, and 5 MB."""
 MAX_STOP_CHARACTERS = 2048
 """Of all stop strings of a request: each is looked for at every token."""
 
@@ -103,6 +106,22 @@ def check_echo(prompts: Sequence[str], num_choices: int) -> None:
             f"the echoed prompts have {size} characters in all choices, and the limit is "
             f"{MAX_ECHOED_CHARACTERS}; lower n, or leave echo out",
             param="echo",
+        )
+
+
+def check_logprobs(num_alternatives: int | None, num_tokens: int) -> None:
+    """Refuse a whole answer of so many log-probabilities that every stream would wait for it.
+
+    `num_alternatives` come with each of `num_tokens` tokens, in all choices; None without any.
+    """
+    size = 0 if num_alternatives is None else num_tokens * (num_alternatives + 1)
+    if size > MAX_WHOLE_LOGPROBS:
+        raise ApiError(
+            400,
+            f"the answer may have {size} log-probabilities in all choices ({num_tokens} tokens "
+            f"with {num_alternatives} alternatives each), and the limit is {MAX_WHOLE_LOGPROBS}; "
+            "stream it, or ask for fewer tokens (max_tokens), choices (n) or alternatives",
+            param="logprobs",
         )
 
 
