@@ -22,6 +22,10 @@ from nanovllm_core.frontend.client import (
 from nanovllm_core.frontend.door import (
     Door as Door,
 )
+from nanovllm_core.frontend.gc_freeze import (
+    frozen_objects as frozen_objects,
+    no_collections as no_collections,
+)
 from nanovllm_core.frontend.llm import (
     LLM as LLM,
 )

@@ -1,8 +1,8 @@
 """Freezes the objects that a start made, so that garbage collections in steps skip them.
 
-`gc.freeze` concerns the whole process, so engines share it. It is undone while an engine closes,
-or the cycles of that engine, and the memory of its device with them, would stay for ever; what the
-others set aside is then set aside again. An engine that closes also undoes a `gc.freeze` of the
+`gc.freeze` concerns the whole process, so engines and servers share it. It is undone while one of
+them closes, or the cycles of that engine, and the memory of its device with them, would stay for
+ever; what the others set aside is then set aside again. This also undoes a `gc.freeze` of the
 program's own: there is no telling the two apart (CPython 3.12 starts with some objects frozen).
 """
 
@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
 
-_num_engines = 0
+_num_frozen = 0
+"""Engines and servers that have set objects aside."""
 _num_under_way = 0
 _was_enabled = True
 """Before the first of those that are under way."""
@@ -22,8 +23,8 @@ _lock = Lock()
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Around a start, and the making of many requests: what they make stays, so collections of it
-    only cost time.
+    """Around a start, the making of many requests, and the parsing of a body: what they make stays
+    for now, so collections of it only cost time.
 
     Those of several threads may overlap: the last to end lets collections begin again.
     """
@@ -43,21 +44,32 @@ def no_collections() -> Iterator[None]:
 
 
 def freeze_objects() -> None:
-    """Set aside every object there is, once more for each engine that starts."""
-    global _num_engines
+    """Set aside every object there is, once more for each engine or server that starts."""
+    global _num_frozen
     gc.collect()
     gc.freeze()
-    _num_engines += 1  # Not before: an interrupted collection leaves no engine to be counted.
+    _num_frozen += 1  # Not before: an interrupted collection leaves nothing to be counted.
 
 
 @contextmanager
 def thawed_objects() -> Iterator[None]:
-    """Around the closing of an engine that had frozen: what it drops can be collected within."""
-    global _num_engines
-    _num_engines -= 1
+    """Around the closing of one that had frozen: what it drops can be collected within."""
+    global _num_frozen
+    _num_frozen -= 1
     gc.unfreeze()
     try:
         yield
     finally:
-        if _num_engines:
+        if _num_frozen:
             gc.freeze()
+
+
+@contextmanager
+def frozen_objects() -> Iterator[None]:
+    """While a server runs: what its start made is set aside."""
+    freeze_objects()
+    try:
+        yield
+    finally:
+        with thawed_objects():
+            pass

@@ -178,13 +178,13 @@ def test_one_that_nobody_holds_is_closed(tiny: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         SingleProcessExecutor, "close", lambda executor: (closed.append(executor), close(executor))
     )
-    before = garbage._num_engines
+    before = garbage._num_frozen
     llm = open_tiny(tiny)
-    assert garbage._num_engines == before + 1
+    assert garbage._num_frozen == before + 1
     next(llm.stream([1, 2, 3]))  # a step may be in flight
     del llm
     assert len(closed) == 1
-    assert garbage._num_engines == before
+    assert garbage._num_frozen == before
 
 
 def test_an_interrupt_at_the_end_of_the_start_closes_what_had_started(
@@ -196,14 +196,21 @@ def test_an_interrupt_at_the_end_of_the_start_closes_what_had_started(
         raise KeyboardInterrupt
 
     closed: list[object] = []
-    before = garbage._num_engines
+    before = garbage._num_frozen
     with monkeypatch.context() as patch:
         patch.setattr(SingleProcessExecutor, "close", lambda executor: closed.append(executor))
         patch.setattr(garbage.gc, "freeze", interrupt)
         with pytest.raises(KeyboardInterrupt):
             open_tiny(tiny)
     assert len(closed) == 1
-    assert garbage._num_engines == before
+    assert garbage._num_frozen == before
+
+
+def test_a_server_that_ends_sets_aside_no_more() -> None:
+    before = garbage._num_frozen
+    with garbage.frozen_objects():
+        assert garbage._num_frozen == before + 1
+    assert garbage._num_frozen == before
 
 
 def test_an_engine_is_of_no_use_after_a_fork(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

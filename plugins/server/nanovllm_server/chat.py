@@ -14,12 +14,13 @@ from nanovllm_core import RequestOutput
 from nanovllm_server import logprobs
 from nanovllm_server.bodies import typed_for
 from nanovllm_server.chat_body import ChatBody
+from nanovllm_server.guard.body import BodyRoute
 from nanovllm_server.service import Service
 from nanovllm_server.stream import Shape, Usage, Work, answer, encode
 
 
 def make_router(service: Service) -> APIRouter:
-    router = APIRouter(tags=["chat"])
+    router = APIRouter(tags=["chat"], route_class=BodyRoute)
 
     async def create_chat_completion(body: ChatBody) -> Response:
         """Answer a conversation; with `stream`, as server-sent events."""

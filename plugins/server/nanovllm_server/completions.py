@@ -14,13 +14,14 @@ from nanovllm_core import RequestOutput
 from nanovllm_server import logprobs
 from nanovllm_server.bodies import typed_for
 from nanovllm_server.completion_body import CompletionBody
+from nanovllm_server.guard.body import BodyRoute
 from nanovllm_server.guard.prompts import check_echo
 from nanovllm_server.service import Service
 from nanovllm_server.stream import Shape, Usage, Work, answer, encode
 
 
 def make_router(service: Service) -> APIRouter:
-    router = APIRouter(tags=["completions"])
+    router = APIRouter(tags=["completions"], route_class=BodyRoute)
 
     async def create_completion(body: CompletionBody) -> Response:
         """Continue each prompt; with `stream`, as server-sent events."""

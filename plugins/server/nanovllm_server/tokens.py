@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from nanovllm_server.bodies import Body, TokenId
 from nanovllm_server.chat_body import Messages
 from nanovllm_server.errors import refused, refused_field
+from nanovllm_server.guard.body import BodyRoute
 from nanovllm_server.service import Service
 
 
@@ -56,7 +57,7 @@ class DetokenizeBody(Body):
 
 
 def make_router(service: Service) -> APIRouter:
-    router = APIRouter(tags=["tokens"])
+    router = APIRouter(tags=["tokens"], route_class=BodyRoute)
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:

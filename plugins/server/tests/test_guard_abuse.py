@@ -261,6 +261,24 @@ def test_a_body_of_many_faults_is_refused_at_the_first(
     assert time.process_time() - began < 0.2
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+def test_no_garbage_is_collected_while_a_body_is_parsed(
+    path: str, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each collection would look at every list of the body so far: a second for four megabytes."""
+    was_enabled = []
+    loads = json.loads
+
+    def watched(text: bytes) -> Any:
+        was_enabled.append(gc.isenabled())
+        return loads(text)
+
+    monkeypatch.setattr(json, "loads", watched)
+    assert client.post(path, json={"unknown": []}).status_code == 400
+    assert was_enabled == [False]
+    assert gc.isenabled()
+
+
 @pytest.mark.parametrize(
     "variables",
     [

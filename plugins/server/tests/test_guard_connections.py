@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import re
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from functools import partial
 
 import pytest
 from starlette.types import Receive, Scope, Send
@@ -304,6 +306,17 @@ def test_each_refusal_that_reaches_no_application_is_counted_by_its_status() -> 
         for client in clients:
             client.close()
     assert counted == [503, 400, 431, 503]
+
+
+def test_collections_skip_what_a_start_has_made_as_long_as_the_server_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    for name in ("freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, partial(calls.append, name))
+    with serving(echo, ServerSettings(port=0)):
+        wait_until(lambda: calls == ["freeze"])
+    assert calls[:2] == ["freeze", "unfreeze"]  # An engine of this process freezes again.
 
 
 def test_pipelined_requests_are_answered_in_order(address: Address) -> None:

@@ -1,13 +1,18 @@
-"""Bodies: their size, the time they may take, and the nesting of their JSON."""
+"""Bodies: their size, the time they may take, the nesting of their JSON, and its parsing."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nanovllm_core.frontend import no_collections
 from nanovllm_server.errors import ApiError
 from nanovllm_server.guard.asgi import SAFE_METHODS, header, send_error
 from nanovllm_server.guard.budget import Budget, Share
@@ -163,3 +168,25 @@ def nesting(body: bytes) -> int:
     closes_B = (text_B == ord("]")) | (text_B == ord("}"))
     steps = (opens_B.view(np.int8) - closes_B.view(np.int8))[is_outside_B & (opens_B | closes_B)]
     return int(steps.cumsum(dtype=np.int64).max(initial=0))
+
+
+class BodyRoute(APIRoute):
+    """A route that parses its body without collections of garbage.
+
+    JSON has no cycles, and each collection would look at every list and object of it so far.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_body(request: Request) -> Response:
+            return await handle(_BodyRequest(request.scope, request.receive))
+
+        return handle_body
+
+
+class _BodyRequest(Request):
+    async def json(self) -> Any:
+        await self.body()  # What follows waits for nothing.
+        with no_collections():
+            return await super().json()

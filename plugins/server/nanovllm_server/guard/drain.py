@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from nanovllm_core.frontend import frozen_objects
 from nanovllm_server.errors import ApiError
 from nanovllm_server.guard.asgi import SAFE_METHODS, retry_after, send_error
 from nanovllm_server.guard.deadlines import Deadlines
@@ -129,8 +130,12 @@ class DrainingServer(uvicorn.Server):
         connection: Any = self.config.http_protocol_class  # of `uvicorn_options`
         with tls_times(connection.header_seconds, connection.write_seconds):
             await super().startup(sockets)
-        if self.started:
+
+    async def main_loop(self) -> None:
+        """Serve until the end. Collections of garbage skip what the start has made."""
+        with frozen_objects():
             self.announce()
+            await super().main_loop()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
