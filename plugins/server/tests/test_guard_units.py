@@ -737,6 +737,34 @@ def test_a_page_of_an_allowed_origin_asks_without_a_key_and_reads_every_answer()
     assert "x-request-id" in answer.headers
 
 
+@pytest.mark.parametrize(
+    ("cors", "status"), [({}, 200), ({"allow_headers": ("authorization",)}, 400)]
+)
+def test_a_page_may_send_any_header_unless_some_are_configured(
+    cors: dict[str, tuple[str, ...]], status: int
+) -> None:
+    """OpenAI's client for JavaScript has headers of its own on each request."""
+    origin = "https://ok.example"
+    settings = ServerSettings(cors=CorsSettings(allow_origins=(origin,), **cors))
+    app, _ = guarded(echo, settings, [ACME])
+    wanted = {"access_control_request_method": "POST", "origin": origin}
+    headers = "authorization,content-type,x-stainless-os,x-stainless-retry-count"
+    question = ask(app, method="OPTIONS", access_control_request_headers=headers, **wanted)
+    assert question.status == status
+    if status == 200:
+        assert question.headers["access-control-allow-headers"] == headers
+
+
+def test_a_page_can_read_that_a_server_drains() -> None:
+    origin = "https://ok.example"
+    settings = ServerSettings(cors=CorsSettings(allow_origins=(origin,)))
+    app, drain = guarded(echo, settings, [ACME])
+    drain.is_draining = True
+    answer = ask(app, origin=origin)
+    assert answer.error["code"] == "shutting_down"
+    assert answer.headers["access-control-allow-origin"] == origin
+
+
 def test_other_origins_get_no_leave() -> None:
     app, _ = guarded(echo, ServerSettings(), [ACME])
     answer = ask(app, origin="https://evil.example", authorization=f"Bearer {KEY}")

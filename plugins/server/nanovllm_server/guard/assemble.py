@@ -54,6 +54,7 @@ def guarded(
     app = deadlines = Deadlines(app, limits.timeout_s, limits.max_timeout_s)
     if not keys and is_loopback(settings.host):
         app = LocalOnly(app, cors.allow_origins)
+    app = drain = Drain(app, deadlines, settings.drain_s, ledger)
     if cors.allow_origins:
         app = CORSMiddleware(
             app,
@@ -62,8 +63,7 @@ def guarded(
             allow_headers=cors.allow_headers,
             expose_headers=EXPOSED_HEADERS,
         )
-    drain = Drain(app, deadlines, settings.drain_s, ledger)
-    return RequestIds(AccessLog(watched(drain))), drain
+    return RequestIds(AccessLog(watched(app))), drain
 
 
 def make_ledger(settings: ServerSettings, fronts: int = 1) -> Ledger:

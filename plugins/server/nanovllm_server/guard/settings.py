@@ -119,8 +119,8 @@ class CorsSettings(ServerSection):
 
     allow_origins: Texts = ()
     """Such as `https://chat.example.org`; `*` is every page."""
-    allow_headers: Texts = ("authorization", "content-type", "x-request-id", "x-request-timeout")
-    """That these pages may send."""
+    allow_headers: Texts = ("*",)
+    """That these pages may send; `*` is every header, such as those that OpenAI's client adds."""
 
 
 class LogSettings(ServerSection):
