@@ -272,6 +272,21 @@ def test_one_connection_too_many_is_503_in_the_shape_of_all_errors() -> None:
         assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "server_full"
 
 
+def test_a_connection_within_the_limit_is_served_whoever_comes_after_it() -> None:
+    with serving(echo, ServerSettings(port=0, limits=LimitSettings(max_connections=1))) as server:
+        address = address_of(server)
+        request = HEAD + b"content-length: 2\r\n\r\n{}"
+        with closing(connect(address)) as first:
+            first.sendall(request)
+            assert status_of(first.recv(65_536)) == 200
+            with closing(connect(address)) as second:
+                wait_until(lambda: len(server.server_state.connections) == 2)
+                first.sendall(request)
+                assert status_of(first.recv(65_536)) == 200
+                second.sendall(request)
+                assert status_of(read_all(second)) == 503
+
+
 def test_idle_connections_far_beyond_the_limit_are_refused_at_once() -> None:
     """Else they would hold files that the server needs until their headers are late."""
     with serving(echo, ServerSettings(port=0, limits=LimitSettings(max_connections=1))) as server:

@@ -65,6 +65,8 @@ class Connection(HttpToolsProtocol):
     ledger: Ledger
     on_refusal: Callable[[int], None]
     """Called with the status of each answer that the application does not give."""
+    _is_too_many = False
+    """Since it came: those that were there before are served."""
     _header_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
     _unsent_bytes = 0
@@ -85,7 +87,9 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self._look_at_writing()
         self.ledger.put(CONNECTIONS, len(self.connections))
-        if self.ledger.total(CONNECTIONS) > self.max_connections + MAX_BEYOND:
+        total = self.ledger.total(CONNECTIONS)
+        self._is_too_many = total > self.max_connections
+        if total > self.max_connections + MAX_BEYOND:
             self._refuse(FULL)
         else:
             self._start_timer()
@@ -128,7 +132,7 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._has_headers = True
         self._stop_timer()
-        if self.ledger.total(CONNECTIONS) > self.max_connections:
+        if self._is_too_many:
             self.app = RequestIds(AccessLog(self._full))
         super().on_headers_complete()
         cycle: Any = self.cycle
