@@ -234,7 +234,14 @@ class WholeAnswer(Answer):
         async for choices in self._outputs():
             last.update((index, output) for index, output in choices if output.finished)
         ordered = {index: last[index] for index in sorted(last)}
-        await _send_json(send, 200, encode(self.shape.whole(ordered, self.usage)))
+        if self.work.params.logprobs is None:
+            body = self._encode(ordered)
+        else:  # Those of a long answer take seconds, in which the event loop serves others.
+            body = await asyncio.to_thread(self._encode, ordered)
+        await _send_json(send, 200, body)
+
+    def _encode(self, outputs: dict[int, RequestOutput]) -> bytes:
+        return encode(self.shape.whole(outputs, self.usage))
 
     async def _fail(self, error: ApiError, send: Send) -> None:
         await send_error(send, error)
@@ -287,7 +294,7 @@ class EventStream(Answer):
 
 
 def answer(work: Work, shape: Shape, options: StreamOptions | None) -> Response:
-    """The response that does the work; ApiError for one that cannot be encoded at once."""
+    """The response that does the work; ApiError for a whole one that could be too large."""
     if not work.stream:
         check_logprobs(work.params.logprobs, work.most_tokens)
         return WholeAnswer(work, shape)

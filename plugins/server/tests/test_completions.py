@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel, ConfigDict
 
 from nanovllm_core import AsyncLLM
+from nanovllm_server import logprobs
 from nanovllm_server.guard import prompts
 from nanovllm_server.logprobs import TokenTexts
 
@@ -192,6 +194,24 @@ def test_a_small_request_cannot_become_a_large_one(
     assert "send at most" in error["message"] or "the limit is" in error["message"]
 
 
+def test_log_probabilities_of_a_whole_answer_are_encoded_beside_the_event_loop(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a long one take seconds, in which all other streams would wait."""
+    encode, loops = logprobs.for_completion, []
+
+    def noted(*arguments: Any) -> dict[str, Any]:
+        with suppress(RuntimeError):
+            loops.append(asyncio.get_running_loop())
+        return encode(*arguments)
+
+    monkeypatch.setattr(logprobs, "for_completion", noted)
+    body = {"prompt": "a", "logprobs": 2, "max_tokens": 3}
+    answer = http.post("/v1/completions", json=body).json()
+    assert len(answer["choices"][0]["logprobs"]["tokens"]) == 3
+    assert loops == []
+
+
 @pytest.mark.parametrize(
     ("path", "few", "many"),
     [
@@ -206,14 +226,14 @@ def test_a_small_request_cannot_become_a_large_one(
     ],
     ids=["choices", "tokens of a completion", "tokens", "tokens up to the model's length"],
 )
-def test_many_log_probabilities_come_in_a_stream_alone(
+def test_very_many_log_probabilities_come_in_a_stream_alone(
     path: str,
     few: dict[str, Any],
     many: dict[str, Any],
     http: httpx.Client,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every stream of the server waits while a whole answer is encoded."""
+    """A whole answer holds all of them at once."""
     monkeypatch.setattr(prompts, "MAX_WHOLE_LOGPROBS", 100)
     assert http.post(path, json=few).status_code == 200
     refusal = http.post(path, json=few | many)

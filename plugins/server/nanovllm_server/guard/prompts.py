@@ -19,9 +19,8 @@ MAX_ARGUMENT_BYTES = 2**20
 """Of logits_processors and constraints, as JSON, times the prompts: each goes to the engine so."""
 MAX_ECHOED_CHARACTERS = 2**24
 """Of all prompts in an answer that echoes them, once for each choice."""
-MAX_WHOLE_LOGPROBS = 2**16
-"""Of an answer that is not streamed: the event loop encodes all at once. So many take 0.1 to 0.2 s
-of a CPU, and 5 MB."""
+MAX_WHOLE_LOGPROBS = 2**22
+"""Of an answer that is not streamed, which holds all at once: so many take 1.6 GB."""
 MAX_STOP_CHARACTERS = 2048
 """Of all stop strings of a request: each is looked for at every token."""
 
@@ -110,7 +109,7 @@ def check_echo(prompts: Sequence[str], num_choices: int) -> None:
 
 
 def check_logprobs(num_alternatives: int | None, num_tokens: int) -> None:
-    """Refuse a whole answer of so many log-probabilities that every stream would wait for it.
+    """Refuse a whole answer that may have more log-probabilities than memory should hold.
 
     `num_alternatives` come with each of `num_tokens` tokens, in all choices; None without any.
     """
