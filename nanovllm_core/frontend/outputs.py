@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 from nanovllm_core.engine import OutputDelta
@@ -93,6 +94,47 @@ class RequestOutput:
         return getattr(self, key)
 
 
+class _StopStrings:
+    """The stop strings of a request; to look for a thousand takes hardly longer than for one."""
+
+    def __init__(self, strings: tuple[str, ...]) -> None:
+        self._strings = strings
+        self._places = {string: place for place, string in reversed([*enumerate(strings)])}
+        self._lengths = sorted({len(string) for string in strings})
+        self._sorted = sorted(strings)
+
+    def find(self, text: str, start: int) -> tuple[int, str] | None:
+        """The stop string that begins first of those that end in `text` behind `start`, and where.
+
+        Of several that begin there it is the first in the request's order.
+        """
+        found = [
+            (end - length, self._places[text[end - length : end]])
+            for end in range(start + 1, len(text) + 1)
+            for length in self._lengths
+            if length <= end and text[end - length : end] in self._places
+        ]
+        if not found:
+            return None
+        at, place = min(found)
+        return at, self._strings[place]
+
+    def num_begun(self, text: str) -> int:
+        """Characters at the end of `text` that may be the beginning of a stop string."""
+        for start in range(max(0, len(text) - self._lengths[-1] + 1), len(text)):
+            end = text[start:]
+            following = bisect_right(self._sorted, end)  # If one goes on from `end`, it is this.
+            if following < len(self._sorted) and self._sorted[following].startswith(end):
+                return len(end)
+        return 0
+
+
+@lru_cache(maxsize=16)
+def _index(strings: tuple[str, ...]) -> _StopStrings:
+    """For all samples of a request."""
+    return _StopStrings(strings)
+
+
 class OutputStream:
     """Makes the outputs of one sample from its deltas; only the last one without `stream`.
 
@@ -112,7 +154,7 @@ class OutputStream:
         self._detokenizer = detokenizer
         self._end_at = end_at
         self._stream = stream
-        self._stop_strings = params.stop_strings
+        self._stop_strings = _index(params.stop_strings) if params.stop_strings else None
         self._min_tokens = params.min_tokens
         self._transcript = Transcript(logprobs=None if params.logprobs is None else [])
         self._stop: str | None = None
@@ -170,31 +212,16 @@ class OutputStream:
         self._held += text
         if len(self._transcript.token_ids) < self._min_tokens:
             return False
-        found = [
-            (at, string)
-            for string in self._stop_strings
-            if (at := self._held.find(string, max(0, searched - len(string) + 1))) >= 0
-        ]
+        found = self._stop_strings and self._stop_strings.find(self._held, searched)
         if found:
-            at, self._stop = min(found, key=lambda match: match[0])
+            at, self._stop = found
             self._held = self._held[:at]
         return bool(found)
 
-    def _num_held_back(self) -> int:
-        """Characters at the end that may be the beginning of a stop string."""
-        return max(
-            (
-                size
-                for string in self._stop_strings
-                for size in range(1, min(len(string), len(self._held) + 1))
-                if self._held.endswith(string[:size])
-            ),
-            default=0,
-        )
-
     def _take(self, delta: OutputDelta) -> RequestOutput:
         is_last, transcript = delta.finish_reason is not None, self._transcript
-        held_back = 0 if is_last or not self._stop_strings else self._num_held_back()
+        stops = None if is_last else self._stop_strings
+        held_back = 0 if stops is None else stops.num_begun(self._held)
         sendable = len(self._held) - held_back
         new_text, self._held = self._held[:sendable], self._held[sendable:]
         transcript.texts.append(new_text)

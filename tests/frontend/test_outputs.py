@@ -8,10 +8,12 @@ from random import Random
 from time import process_time
 
 import pytest
+from hypothesis import given, strategies as st
 
 from nanovllm_core.engine import OutputDelta
 from nanovllm_core.frontend import OutputStream, RequestOutput, Transcript
 from nanovllm_core.frontend.llm import progress_bar
+from nanovllm_core.frontend.outputs import _StopStrings
 from nanovllm_core.interfaces.plan import TokenLogprobs
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_kit.engine_harness import Harness, Letters, Setting, letters
@@ -129,6 +131,42 @@ def test_a_stop_string_ends_the_text_however_its_ids_come(seed: int) -> None:
         assert (last.token_ids, last.finish_reason) == (ids[:end], "stop")
         assert letters(ids[:end]).startswith(last.text + stop)
         assert ends == [("a", 0, end, stop)]
+
+
+@given(
+    strings=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=6),
+    text=st.text("abc", max_size=12),
+    start=st.integers(0, 12),
+)
+def test_stop_strings_are_found_as_if_each_was_looked_for(
+    strings: list[str], text: str, start: int
+) -> None:
+    """The first that ends behind `start`; and the most that may be the beginning of one."""
+    index = _StopStrings(tuple(strings))
+    found = [
+        (at, place)
+        for place, string in enumerate(strings)
+        if (at := text.find(string, max(0, start - len(string) + 1))) >= 0
+    ]
+    first = min(found, default=None)
+    assert index.find(text, start) == (first and (first[0], strings[first[1]]))
+    begun = [
+        size for string in strings for size in range(1, len(string)) if text.endswith(string[:size])
+    ]
+    assert index.num_begun(text) == max(begun, default=0)
+
+
+def test_a_thousand_stop_strings_hardly_cost_more_than_one() -> None:
+    """Each sample of a request looks for all of them at every token, on the thread of all."""
+    strings = [chr(0x4E00 + place) * 2 for place in range(1024)]
+    seconds = []
+    for stop in (strings[:1], strings):
+        stream = stream_of([], stop=stop, max_tokens=None)
+        began = process_time()
+        for _ in range(2000):
+            stream.push(delta([2]))
+        seconds.append(process_time() - began)
+    assert seconds[1] < 4 * seconds[0] + 0.05
 
 
 def test_an_abort_gives_out_what_was_held_back() -> None:
