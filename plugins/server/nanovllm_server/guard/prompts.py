@@ -20,7 +20,7 @@ MAX_ARGUMENT_BYTES = 2**20
 MAX_ECHOED_CHARACTERS = 2**24
 """Of all prompts in an answer that echoes them, once for each choice."""
 MAX_WHOLE_LOGPROBS = 2**22
-"""Of an answer that is not streamed, which holds all at once: so many take 1.6 GB."""
+"""Of an answer that is not streamed, which holds all at once: half as many took 0.8 GB."""
 MAX_STOP_CHARACTERS = 2048
 """Of all stop strings of a request: each is looked for at every token."""
 
