@@ -53,10 +53,11 @@ _PARTS_STEPS = {True: (4, 8), False: (8, 20)}
 _VECTOR_WEIGHTS = 8192
 """Weights of a vector program, where that makes enough rows."""
 _LONG_ROWS = {8192: (4, 8), 32768: (2, 16)}
-"""By the padded length: the rows and warps of a program in half precision, if there are rows for
-two programs on each multiprocessor. With a `rest` there are half the warps: padding would take the
-registers of loads. On an H200 products of rows of 5,120 to 8,192 take 5 to 8 % less time so than in
-programs of two padded rows, of 17,408 12 % less; those of 9,728 to 14,336 and of 25,600 do not."""
+"""By the padded length: weight rows and warps of a program for one row in half precision, if there
+are rows for two programs on each multiprocessor. With a `rest` there are half the warps: padding
+would take the registers of loads. On an H200 products of rows of 5,120 to 8,192 take 5 to 8 % less
+time so than in programs of two padded rows, of 17,408 12 % less; those of 9,728 to 14,336 and of
+25,600 do not."""
 _WARP_BYTES = 8192
 """Of weights in the registers of a warp, all in flight at once: 64 registers of each thread."""
 _SHORT_ROW, _SHORT_ROWS = 1024, 4
@@ -170,14 +171,14 @@ def _is_half(dtype: torch.dtype) -> bool:
 
 
 def _vector_plan(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> VectorPlan:
-    padded = next_power_of_2(inputs)
+    padded, block_n, num_warps = next_power_of_2(inputs), 0, 0
     if rows == 1 and _is_half(dtype):
         wave_n, wave_warps = _ONE_WAVE
         if padded == _SHORT_ROW:
             return VectorPlan(_SHORT_ROWS, 1)
         if padded == _ONE_WAVE_ROW and 1 < -(-outputs // wave_n) / MULTIPROCESSORS <= 2:
             return VectorPlan(wave_n, wave_warps)
-    block_n, num_warps = _LONG_ROWS.get(padded, (0, 0)) if _is_half(dtype) else (0, 0)
+        block_n, num_warps = _LONG_ROWS.get(padded, (0, 0))
     if not 0 < 2 * MULTIPROCESSORS * block_n <= outputs:
         block_n = min(max(_VECTOR_WEIGHTS // padded, 4 if padded <= 4096 else 2), 16)
         return VectorPlan(block_n, max(block_n * padded * dtype.itemsize // _WARP_BYTES, 1))

@@ -299,6 +299,8 @@ def test_a_long_row_is_loaded_in_two_parts_where_padding_would_be_a_quarter(
 ) -> None:
     """Of half precision; and of outputs for two programs on each multiprocessor, as here 1,056."""
     assert choose(1, 1056, inputs, torch.bfloat16) == plan
+    two_rows = choose(2, 1056, inputs, torch.bfloat16)
+    assert not isinstance(two_rows, VectorPlan) or two_rows == VectorPlan(2, 4)
     few, exact = choose(1, 1055, inputs, torch.bfloat16), choose(1, 1056, inputs, torch.float32)
     for other in (few, exact):
         assert not isinstance(other, VectorPlan) or not other.rest or inputs > 16384
