@@ -176,7 +176,7 @@ def best_time(
     return min(times)
 
 
-FEW, MANY = DECODE_FEW[DTYPE.itemsize], DECODE_MANY[DTYPE.itemsize]
+FEW, MANY = DECODE_FEW[DTYPE.itemsize], DECODE_MANY
 SHIPPED = None
 """What the backend chooses by the number of rows."""
 SWEEP = (

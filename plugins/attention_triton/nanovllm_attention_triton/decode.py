@@ -179,7 +179,7 @@ class DecodeShape:
         if tuning.fixed_chunk is not None:
             return by_length
         resident = self.resident_items(tuning)
-        most_resident = resident * (2 if tuning.second_wave else 1)
+        most_resident = resident + (resident // 2 if tuning.second_wave else 0)
         if num_rows <= resident:
             # Those of the rows that have tokens, and one of each row that has none.
             return min(by_length, most_resident + num_rows - 1)

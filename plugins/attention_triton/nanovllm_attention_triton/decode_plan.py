@@ -65,14 +65,14 @@ def plan_kernel(
     and raised where that would make more than `max_items` (+ 1 per row). ONE_WAVE: where no more
     rows than `resident_items` have tokens, it is the shortest that makes at most so many items, for
     the programs of one more would begin when others have ended. SECOND_WAVE above 0: the tokens
-    that another start of a program costs; where rows are so unequal that two waves of shorter
-    chunks end sooner all the same, they are two. Chunks are whole tiles, and a row's chunks are of
-    equal length. A WINDOW above 0 leaves out the tiles of which a row's query, the
+    that another start of a program costs; where rows are so unequal that half as many items more,
+    of shorter chunks, end sooner all the same, there are as many. Chunks are whole tiles, and a
+    row's chunks are of equal length. A WINDOW above 0 leaves out the tiles of which a row's query, the
     last of its tokens, sees nothing: they make no work and no item.
 
-    Items are in the order of their rows; LONGEST_FIRST in that of the rows' lengths, for the last
-    programs to begin are then the shortest, and end at about one time (Graham, "Bounds on
-    Multiprocessing Timing Anomalies", 1969).
+    Items are in the order of their rows; LONGEST_FIRST, and where there is a second wave, in that
+    of the rows' lengths, for the last programs to begin are then the shortest, and end at about
+    one time (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969).
 
     DEPENDENT: it waits, and gives no signal of its own, for kernels behind it read the list before
     they wait. See `nanovllm_core.kernels.dependent_launch`.
@@ -84,11 +84,7 @@ def plan_kernel(
     lens = tl.minimum(tl.maximum(lens, 0), max_len)
     if LONGEST_FIRST:
         rows, lens = longest_first(lens, BLOCK_ROWS)
-    spans = lens
-    if WINDOW > 0:
-        hidden = tl.maximum(lens - WINDOW, 0)
-        skipped = hidden // TILE * TILE
-        spans = lens - skipped
+    spans = lens - skipped_tokens(lens, WINDOW, TILE)
     total = tl.sum(spans, 0)
     chunk = tl.minimum(tl.maximum(tl.cdiv(total, wave_items), min_chunk), max_chunk)
     chunk = tl.maximum(chunk, tl.cdiv(total, max_items))
@@ -96,12 +92,16 @@ def plan_kernel(
         if tl.sum((spans > 0).to(tl.int32), 0) <= resident_items:
             chunk = shortest_chunk(spans, total, resident_items, min_chunk, TILE)
             if SECOND_WAVE > 0:
-                shorter = shortest_chunk(spans, total, 2 * resident_items, min_chunk, TILE)
+                more_items = resident_items + resident_items // 2
+                shorter = shortest_chunk(spans, total, more_items, min_chunk, TILE)
                 # A program's mean share, the part of a program by which the last ones end later,
                 # and the start of a second one.
                 if tl.cdiv(total, resident_items) + shorter // 2 + SECOND_WAVE < chunk:
                     chunk = shorter
+                    rows, lens = longest_first(lens, BLOCK_ROWS)
     chunk = tl.cdiv(chunk, TILE) * TILE
+    skipped = skipped_tokens(lens, WINDOW, TILE)
+    spans = lens - skipped
     counts = tl.cdiv(spans, chunk)
     # Even out: 600 tokens in chunks of 576 are 320 + 280, not 576 + 24.
     size = tl.cdiv(tl.cdiv(spans, tl.maximum(counts, 1)), TILE) * TILE
@@ -115,7 +115,7 @@ def plan_kernel(
         begin = index * size
         end = begin + size
         if WINDOW > 0:
-            begin = tl.maximum(begin + skipped, hidden)
+            begin = tl.maximum(begin + skipped, lens - WINDOW)
             end = end + skipped
         item = items_ptr + first + index
         tl.store(item, rows, mask=here)
@@ -130,6 +130,15 @@ def plan_kernel(
     # end to be visible.
     tl.debug_barrier()
     tl.atomic_xchg(num_items_ptr, num_items, sem="release", scope="gpu")
+
+
+@triton.jit
+def skipped_tokens(lens, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """The tokens before the tile in which each row's window begins."""
+    skipped = tl.zeros_like(lens)
+    if WINDOW > 0:
+        skipped = tl.maximum(lens - WINDOW, 0) // TILE * TILE
+    return skipped
 
 
 @triton.jit

@@ -31,8 +31,8 @@ class DecodeTuning:
 
     With `registers`, which a thread has at most, it is known how many programs are resident on a
     multiprocessor at once. Rows that are no more than those are cut so that all their programs are;
-    or, with `second_wave`, into up to twice as many programs, where rows are so unequal that they
-    end sooner though each start of one takes as long as so many tokens.
+    or, with `second_wave`, into up to half as many more, where rows are so unequal that they end
+    sooner though each start of one takes as long as so many tokens.
     """
 
     tile: int
@@ -108,60 +108,46 @@ class HopperPrefillTuning:
     in_order: bool
 
 
-# By the size of an element in bytes. Half precision, few rows: two warps and tiles of 32 let many
-# short programs share a multiprocessor. Many rows: larger tiles spend less on each. In between, all
-# programs are resident at once: six on a multiprocessor, and where that leaves each of them much,
-# four of larger tiles. One program too many costs a wave; on an H200 that was 3 us of 20. Prefill:
-# two programs on a multiprocessor, one of which loads while the other multiplies. fp32 uses plain
-# multiply-adds (IEEE): small tiles, or its operands do not fit the registers.
+# Half precision, few rows: two warps and tiles of 32 let many short programs share a multiprocessor.
+# Many rows: larger tiles spend less on each. In between, all programs are resident at once: six on a
+# multiprocessor, and where that leaves each of them much, three or four of larger tiles. One program
+# too many costs a wave; on an H200 that was 3 us of 20. fp32 uses plain multiply-adds (IEEE): small
+# tiles, or its operands do not fit the registers. Where a table has two entries, they are by the
+# size of an element in bytes.
 DECODE_FEW = {
     2: DecodeTuning(
         tile=32, num_warps=2, num_stages=3, min_chunk=32, max_chunk=256, max_programs=16
     ),
     4: DecodeTuning(tile=32, num_warps=8, num_stages=2),
 }
-DECODE_ONE = {2: replace(DECODE_FEW[2], min_chunk=64, most_heads=4), 4: DECODE_FEW[4]}
+DECODE_ONE = replace(DECODE_FEW[2], min_chunk=64, most_heads=4)
 ONE_GROUPS = range(3, 9)
 """Groups of so many query heads use DECODE_ONE in steps of few pairs of a row and a KV head. There
 a program merges all parts of a row of 1,024 keys at once, and not in two to four rounds: on an
 H100, one row of 768 keys took 4.4 us in place of 10.5 with groups of 8, and 5.6 in place of 7.8
 with groups of 4. Larger groups would read the keys more than twice."""
-DECODE_SIX = {
-    2: DecodeTuning(
-        tile=32, num_warps=2, num_stages=2, min_chunk=32, max_chunk=256, max_programs=16,
-        registers=168,
-    ),
-    4: DECODE_FEW[4],
-}  # fmt: skip
-DECODE_WHOLE = {
-    2: DecodeTuning(tile=128, num_warps=4, num_stages=3, registers=255, second_wave=512),
-    4: DECODE_FEW[4],
-}
+DECODE_WHOLE = DecodeTuning(tile=128, num_warps=4, num_stages=3, registers=255, second_wave=512)
 """A multiprocessor for each program, and mostly a program for each pair: nothing is merged then."""
-DECODE_FOUR = {
-    2: DecodeTuning(tile=64, num_warps=4, num_stages=2, registers=128), 4: DECODE_FEW[4]
-}  # fmt: skip
-DECODE_MANY = {
-    2: DecodeTuning(tile=64, num_warps=4, num_stages=3, max_chunk=1024), 4: DECODE_FEW[4]
-}  # fmt: skip
-DECODE_LONG = {2: replace(DECODE_MANY[2], max_chunk=2048), 4: DECODE_MANY[4]}
+DECODE_SIX = replace(DECODE_FEW[2], num_stages=2, registers=168)
+DECODE_MANY = DecodeTuning(tile=64, num_warps=4, num_stages=3, max_chunk=1024)
+DECODE_THREE = replace(DECODE_MANY, registers=168, second_wave=128)
+DECODE_FOUR = DecodeTuning(tile=64, num_warps=4, num_stages=2, registers=128, second_wave=128)
+"""Without a second wave, of 64 rows of 8 KV heads, four with 3,500 keys and the others with 350 in
+the mean, attention took more than twice as long on an H100. Rows of about one length are not cut,
+and 50 to 66 of them take 3 to 9 % less so than by DECODE_MANY."""
+DECODE_LONG = replace(DECODE_MANY, max_chunk=2048)
 LONG_GROUP = 4
 """Groups of so many query heads, and larger ones, use DECODE_LONG in the place of DECODE_MANY: the
 more heads, the more there is to merge. On an H200 mixed rows of 8 query heads took up to 5 % less
 time, and none more; with 2 query heads they took up to 2 % more."""
-DECODE = (
-    (8, DECODE_ONE),
-    (64, DECODE_FEW),
-    (132, DECODE_WHOLE),
-    (384, DECODE_SIX),
-    (512, DECODE_FOUR),
-    (None, DECODE_MANY),
-)
-"""The table for steps of so many (row, KV head) at most, each of which is a program if not cut, or
-several in DECODE_ONE. That of DECODE_WHOLE is the device's number of multiprocessors.
-Beyond 528 an H200 has no room for all at once. There DECODE_MANY took 8 to 12 % less than tiles of
-32 for 513 to 768, and chunks of 1,024 tokens at most as much less than those of 512 for rows of
-equal lengths, which are not cut then."""
+DECODE_PAIRS = ((8, DECODE_ONE), (64, DECODE_FEW[2]))
+"""The constants for steps of so many (row, KV head) at most, each of which is a program if not cut,
+or several in DECODE_ONE."""
+DECODE_RESIDENT = ((1, DECODE_WHOLE), (2.25, DECODE_SIX), (3, DECODE_THREE), (4, DECODE_FOUR))
+"""The same for so many on each multiprocessor, where it has room for as many programs at once.
+Beyond, DECODE_MANY took 8 to 12 % less on an H200 than tiles of 32 for 513 to 768 of them, and
+chunks of 1,024 tokens at most as much less than those of 512 for rows of equal lengths, which are
+not cut then."""
 OTHER_SHARED_MEMORY = 9 * 1024
 """At most what a program takes beside its tiles: queries, weights, and what CUDA reserves."""
 DECODE_REGISTERS = 168
@@ -174,6 +160,7 @@ PREPARING_SHARE = 4
 multiprocessors, which makes 4 rows of 8 KV heads. Measured in steps of 16 query and 8 KV heads: one
 row gained 21 %; 16 rows gained 3 % with 512 to 1,024 keys and lost 6 % with 2,048 to 3,072, for
 programs that prepare take more registers, so fewer of them stream side by side."""
+# Two programs on a multiprocessor, one of which loads while the other multiplies.
 PREFILL = {
     2: PrefillTuning(block_m=64, block_n=64, num_warps=4, num_stages=3),
     4: PrefillTuning(block_m=32, block_n=32, num_warps=8, num_stages=1, copy_engine=False),
@@ -257,21 +244,21 @@ def decode_tunings(
     if options.chunk_size or head_size > WIDE or element_size == 4:
         table = WIDE_DECODE if head_size > WIDE else DECODE_FEW
         return [(max_num_rows, _decode_tuning(table[element_size], options))]
-    tunings: dict[int, DecodeTuning] = {}
     group = num_heads // num_kv_heads
-    for most, table in DECODE:
-        if table is DECODE_ONE and group not in ONE_GROUPS:
-            continue
-        if table is DECODE_MANY and group >= LONG_GROUP:
-            table = DECODE_LONG
-        tuning = _decode_tuning(table[element_size], options)
-        if table is DECODE_WHOLE:
-            most = num_multiprocessors
-            if shared_memory // program_memory(tuning, padded_head_size(head_size)) != 1:
-                continue
-        rows = min(most // num_kv_heads, max_num_rows) if most else max_num_rows
+    few = DECODE_PAIRS if group in ONE_GROUPS else DECODE_PAIRS[1:]
+    many = DECODE_LONG if group >= LONG_GROUP else DECODE_MANY
+    limits = list(few)
+    for most, tuning in DECODE_RESIDENT:
+        memory = program_memory(_decode_tuning(tuning, options), padded_head_size(head_size))
+        programs = shared_memory // memory
+        if programs >= most and (programs == 1 or tuning is not DECODE_WHOLE):
+            limits.append((int(most * num_multiprocessors), tuning))
+    limits.append((max_num_rows * num_kv_heads, many))
+    tunings: dict[int, DecodeTuning] = {}
+    for most, tuning in limits:
+        rows = min(most // num_kv_heads, max_num_rows)
         if rows > max(tunings, default=0):
-            tunings[rows] = tuning
+            tunings[rows] = _decode_tuning(tuning, options)
     return list(tunings.items())
 
 

@@ -11,7 +11,14 @@ from hypothesis import example, given, settings, strategies as st
 from nanovllm_attention_triton.backend import TritonAttention
 from nanovllm_attention_triton.decode import DecodeShape, DecodeWorkspace
 from nanovllm_attention_triton.options import TritonOptions
-from nanovllm_attention_triton.tuning import DECODE_FEW, DECODE_WHOLE, decode_tunings
+from nanovllm_attention_triton.tuning import (
+    DECODE_FEW,
+    DECODE_FOUR,
+    DECODE_SIX,
+    DECODE_THREE,
+    DECODE_WHOLE,
+    decode_tunings,
+)
 from nanovllm_core.api import DecodeMetadata, InconsistentStateError, UnsupportedError
 
 pytestmark = pytest.mark.skipif(
@@ -128,7 +135,7 @@ def tunings(head_size=128, num_kv_heads=8, options=None, **device):
 
 def test_rows_that_have_a_multiprocessor_for_each_kv_head_stay_whole():
     """Where shared memory holds one such program, and no other; elsewhere smaller ones share it."""
-    whole = DECODE_WHOLE[2]
+    whole = DECODE_WHOLE
     assert dict(tunings())[16] == whole
     assert dict(tunings(num_kv_heads=4))[33] == whole
     assert dict(tunings(num_multiprocessors=114))[14] == whole
@@ -143,34 +150,57 @@ def test_rows_that_have_a_multiprocessor_for_each_kv_head_stay_whole():
         assert all(tuning.tile < whole.tile for _, tuning in others)
 
 
+def test_each_number_of_rows_has_constants_that_are_resident_at_once():
+    """By what a multiprocessor has room for: on one of 100 KiB there are no three or four."""
+    assert [rows for rows, _ in tunings()] == [8, 16, 37, 49, 66, 256]
+    assert [tuning for _, tuning in tunings()][2:5] == [DECODE_SIX, DECODE_THREE, DECODE_FOUR]
+    assert [rows for rows, _ in tunings(num_kv_heads=4)] == [16, 33, 74, 99, 132, 256]
+    assert [rows for rows, _ in tunings(num_multiprocessors=148)] == [8, 18, 41, 55, 74, 256]
+    small = dict(tunings(num_multiprocessors=142, shared_memory=100 * 1024))
+    assert DECODE_SIX in small.values()
+    assert not {DECODE_WHOLE, DECODE_THREE, DECODE_FOUR} & {*small.values()}
+
+
 @pytest.mark.parametrize(
-    ("lens", "longest"),
+    ("tuning", "lens", "longest"),
     [
-        ([768] * 16, 768),
-        ([500, 800, 760, 640] * 4, 896),
-        ([1500, *[300] * 15], 384),
-        ([3500], 256),
-        ([3500, *[0] * 15], 256),
+        (DECODE_WHOLE, [768] * 16, 768),
+        (DECODE_WHOLE, [500, 800, 760, 640] * 4, 896),
+        (DECODE_WHOLE, [1500, *[300] * 15], 384),
+        (DECODE_WHOLE, [3500], 256),
+        (DECODE_WHOLE, [3500, *[0] * 15], 256),
+        (DECODE_THREE, [768] * 48, 768),
+        (DECODE_THREE, [*[3500] * 3, *[350] * 45], 512),
+        (DECODE_FOUR, [768] * 64, 768),
+        (DECODE_FOUR, [700, 836] * 32, 896),
+        (DECODE_FOUR, [3500, *[350] * 63], 512),
+        (DECODE_FOUR, [*[350] * 60, *[3500] * 4], 512),
     ],
 )
-def test_rows_are_cut_into_two_waves_only_where_that_ends_sooner(lens, longest):
-    """`longest`: tokens that no program exceeds. One wave of equal rows needs no merge at all."""
+def test_rows_are_cut_into_two_waves_only_where_that_ends_sooner(tuning, lens, longest):
+    """`longest`: tokens that no program exceeds. One wave of equal rows needs no merge at all.
+
+    The programs of the longest rows begin first where not all of them begin at once.
+    """
     shape = DecodeShape(
         num_heads=16,
         num_kv_heads=8,
         head_size=128,
-        max_num_seqs=16,
+        max_num_seqs=64,
         max_seq_len=4096,
         num_multiprocessors=132,
     )
-    workspace = DecodeWorkspace(shape, DECODE_WHOLE[2], torch.device("cpu"))
+    workspace = DecodeWorkspace(shape, tuning, torch.device("cpu"))
     table = torch.zeros(len(lens), 16, dtype=torch.int32)
     workspace.plan(torch.tensor(lens, dtype=torch.int32), table, 256)
     count = int(workspace.num_items)
-    begins, ends = workspace.items[1:3, :count]
+    rows, begins, ends = workspace.items[:3, :count]
     assert max(longest - 128, 1) <= (ends - begins).max() <= longest
     if len({*lens}) == 1 and len(lens) > 1:
         assert count == len(lens)
+    if count > shape.resident_items(tuning):
+        in_order = [lens[row] for row in rows.tolist()]
+        assert in_order == sorted(in_order, reverse=True)
 
 
 def test_with_a_fixed_chunk_a_row_is_bitwise_the_same_in_any_batch(paged_batch):
@@ -209,8 +239,8 @@ def test_the_plan_covers_every_token_once_within_its_grid(
     """Items of a row are consecutive whole tiles, and no step makes more than the grid holds.
 
     Where a block holds whole tiles, an item also names the block in which it begins. Where the
-    constants bound the registers, rows that can be resident at once are, or are two waves. Items of
-    more programs than begin at once are those of the longest rows first.
+    constants bound the registers, rows that can be resident at once are, or are cut into half as
+    many items more. Items of more programs than begin at once are those of the longest rows first.
     """
     shape = DecodeShape(
         num_heads=kv_heads,
@@ -234,11 +264,16 @@ def test_the_plan_covers_every_token_once_within_its_grid(
     count = int(workspace.num_items)
     assert count <= shape.max_items(len(lens), 2048, tuning) <= workspace.capacity
     items = [tuple(item) for item in workspace.items[:, :count].T.tolist()]
+    resident, real = shape.resident_items(tuning), [length for length in lens if length]
+    num_real = count - (len(lens) - len(real))
+    is_cut_for_waves = second_wave and fixed is None and len(real) <= resident < num_real
+    longest_first = sorted(range(len(lens)), key=lambda row: -lens[row])
+    order = list(dict.fromkeys(item[0] for item in items))
+    if shape.starts_in_waves(len(lens), tuning) or is_cut_for_waves:
+        assert order == longest_first
+    assert order in (longest_first, list(range(len(lens))))
     expected_item = 0
-    rows = range(len(lens))
-    if shape.starts_in_waves(len(lens), tuning):
-        rows = sorted(rows, key=lambda row: -lens[row])
-    for row in rows:
+    for row in order:
         length = lens[row]
         mine = [item for item in items if item[0] == row]
         assert [begin for _, begin, *_ in mine] == [0, *(end for _, _, end, *_ in mine[:-1])]
@@ -252,10 +287,9 @@ def test_the_plan_covers_every_token_once_within_its_grid(
         assert items[expected_item : expected_item + len(mine)] == mine
         expected_item += len(mine)
     assert expected_item == count
-    resident, real = shape.resident_items(tuning), [length for length in lens if length]
     if len(real) <= resident and fixed is None:
-        waves = 2 if second_wave else 1
-        assert len(real) <= count - (len(lens) - len(real)) <= waves * resident
+        more = resident // 2 if second_wave else 0
+        assert len(real) <= num_real <= resident + more
 
 
 def test_what_decode_cannot_do_is_refused_with_its_numbers(paged_batch):
