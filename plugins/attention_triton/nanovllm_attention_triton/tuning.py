@@ -130,11 +130,12 @@ DECODE_WHOLE = DecodeTuning(tile=128, num_warps=4, num_stages=3, registers=255, 
 """A multiprocessor for each program, and mostly a program for each pair: nothing is merged then."""
 DECODE_SIX = replace(DECODE_FEW[2], num_stages=2, registers=168)
 DECODE_MANY = DecodeTuning(tile=64, num_warps=4, num_stages=3, max_chunk=1024)
-DECODE_THREE = replace(DECODE_MANY, registers=168, second_wave=128)
-DECODE_FOUR = DecodeTuning(tile=64, num_warps=4, num_stages=2, registers=128, second_wave=128)
-"""Without a second wave, of 64 rows of 8 KV heads, four with 3,500 keys and the others with 350 in
-the mean, attention took more than twice as long on an H100. Rows of about one length are not cut,
-and 50 to 66 of them take 3 to 9 % less so than by DECODE_MANY."""
+DECODE_THREE = replace(DECODE_MANY, registers=168, second_wave=384)
+DECODE_FOUR = DecodeTuning(tile=64, num_warps=4, num_stages=2, registers=128, second_wave=384)
+"""Without a second wave, 64 rows of 8 KV heads, four with 3,500 keys and the others with 350 in the
+mean, took three times as long on an H200. Of 50 to 66 such rows those of about one length, which
+are not cut, take 10 to 20 % less so than by DECODE_MANY, and unequal ones 5 to 10 % more. From 42
+to 49, DECODE_THREE took 4 % less than DECODE_SIX for equal rows, and as long for others."""
 DECODE_LONG = replace(DECODE_MANY, max_chunk=2048)
 LONG_GROUP = 4
 """Groups of so many query heads, and larger ones, use DECODE_LONG in the place of DECODE_MANY: the
@@ -143,7 +144,7 @@ time, and none more; with 2 query heads they took up to 2 % more."""
 DECODE_PAIRS = ((8, DECODE_ONE), (64, DECODE_FEW[2]))
 """The constants for steps of so many (row, KV head) at most, each of which is a program if not cut,
 or several in DECODE_ONE."""
-DECODE_RESIDENT = ((1, DECODE_WHOLE), (2.25, DECODE_SIX), (3, DECODE_THREE), (4, DECODE_FOUR))
+DECODE_RESIDENT = ((1, DECODE_WHOLE), (2.5, DECODE_SIX), (3, DECODE_THREE), (4, DECODE_FOUR))
 """The same for so many on each multiprocessor, where it has room for as many programs at once.
 Beyond, DECODE_MANY took 8 to 12 % less on an H200 than tiles of 32 for 513 to 768 of them, and
 chunks of 1,024 tokens at most as much less than those of 512 for rows of equal lengths, which are
