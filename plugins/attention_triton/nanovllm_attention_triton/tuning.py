@@ -130,8 +130,8 @@ DECODE_WHOLE = DecodeTuning(tile=128, num_warps=4, num_stages=3, registers=255, 
 """A multiprocessor for each program, and mostly a program for each pair: nothing is merged then."""
 DECODE_SIX = replace(DECODE_FEW[2], num_stages=2, registers=168)
 DECODE_MANY = DecodeTuning(tile=64, num_warps=4, num_stages=3, max_chunk=1024)
-DECODE_THREE = replace(DECODE_MANY, registers=168, second_wave=384)
-DECODE_FOUR = DecodeTuning(tile=64, num_warps=4, num_stages=2, registers=128, second_wave=384)
+DECODE_THREE = replace(DECODE_MANY, registers=168, second_wave=224)
+DECODE_FOUR = DecodeTuning(tile=64, num_warps=4, num_stages=2, registers=128, second_wave=224)
 """Without a second wave, 64 rows of 8 KV heads, four with 3,500 keys and the others with 350 in the
 mean, took three times as long on an H200. Of 50 to 66 such rows those of about one length, which
 are not cut, take 10 to 20 % less so than by DECODE_MANY, and unequal ones 5 to 10 % more. From 42
