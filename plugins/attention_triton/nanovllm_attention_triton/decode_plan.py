@@ -67,8 +67,8 @@ def plan_kernel(
     the programs of one more would begin when others have ended. SECOND_WAVE above 0: the tokens
     that another start of a program costs; where rows are so unequal that half as many items more,
     of shorter chunks, end sooner all the same, there are as many. Chunks are whole tiles, and a
-    row's chunks are of equal length. A WINDOW above 0 leaves out the tiles of which a row's query, the
-    last of its tokens, sees nothing: they make no work and no item.
+    row's chunks are of equal length. A WINDOW above 0 leaves out the tiles of which a row's query,
+    the last of its tokens, sees nothing: they make no work and no item.
 
     Items are in the order of their rows; LONGEST_FIRST, and where there is a second wave, in that
     of the rows' lengths, for the last programs to begin are then the shortest, and end at about
