@@ -35,6 +35,9 @@ MERGE_ELEMENTS = 4096
 """Partial results that a program merges at a time (fp32 in registers)."""
 QKV_MERGE_ELEMENTS = 8192
 """The same where a program prepares q, k and v too: few rows, in many chunks each."""
+MERGE_ROUND, QKV_MERGE_ROUND = 115, 60
+"""Tokens that a program attends in the time of a round of merging, 2.5 us on an H100. Programs that
+prepare q, k and v merge twice as many parts in a round, and take about half as long for as many."""
 PLAN_ROWS = 128
 """Rows of a plan at least, one for each of its threads."""
 REGISTER_FILE = 65536
@@ -109,7 +112,7 @@ class DecodeShape:
             "BLOCK_H": self.block_heads,
             "HEAD_BLOCKS": self.head_blocks,
             "PARTIAL_HEADS": self.partial_heads,
-            "MERGE": self._chunks_of(MERGE_ELEMENTS),
+            "MERGE": self.chunks_of(MERGE_ELEMENTS),
             "HEAD_SIZE": self.head_size,
             "BLOCK_D": self.block_d,
             "BLOCK_SIZE": block_size,
@@ -123,10 +126,10 @@ class DecodeShape:
         return self.constants(block_size, tile) | {
             "EPS": prep.eps,
             "HALF": prep.cos_sin_cache.shape[1] // 2,
-            "MERGE": self._chunks_of(QKV_MERGE_ELEMENTS),
+            "MERGE": self.chunks_of(QKV_MERGE_ELEMENTS),
         }
 
-    def _chunks_of(self, elements: int) -> int:
+    def chunks_of(self, elements: int) -> int:
         """The chunks whose partial results have so many elements, one at least."""
         return max(elements // (self.partial_heads * self.block_d), 1)
 
@@ -240,6 +243,10 @@ class PlannedWork:
         """
         raise NotImplementedError
 
+    def merge_cost(self, num_rows: int) -> float:
+        """Tokens of a chunk that take as long as merging a part; 0 where that does not count."""
+        return 0.0
+
     def grid(self, num_rows: int, max_seq_len: int) -> tuple[int]:
         """The programs of a decode kernel that so many rows of bounded lengths can need."""
         max_items = self.shape.max_items(num_rows, max_seq_len, self.tuning)
@@ -275,6 +282,7 @@ class PlannedWork:
             ONE_WAVE=fixed is None and self.shape.resident_items(tuning) > 0,
             SECOND_WAVE=tuning.second_wave or 0,
             LONGEST_FIRST=self.shape.starts_in_waves(seq_lens_B.shape[0], tuning),
+            MERGE_COST=0.0 if fixed else self.merge_cost(seq_lens_B.shape[0]),
             **self.launch_options,
         )
 
@@ -291,6 +299,11 @@ class DecodeWorkspace(PlannedWork):
 
     def tensors(self) -> dict[str, Tensor]:
         return super().tensors() | {"decode_tickets": self.tickets}
+
+    def merge_cost(self, num_rows: int) -> float:
+        if self.shape.prepares(num_rows):
+            return QKV_MERGE_ROUND / self.shape.chunks_of(QKV_MERGE_ELEMENTS)
+        return MERGE_ROUND / self.shape.chunks_of(MERGE_ELEMENTS)
 
     def run(
         self,

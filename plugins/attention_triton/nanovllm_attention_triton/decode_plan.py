@@ -57,12 +57,15 @@ def plan_kernel(
     ONE_WAVE: tl.constexpr,
     SECOND_WAVE: tl.constexpr,
     LONGEST_FIRST: tl.constexpr,
+    MERGE_COST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """List the step's items: one program over all rows, of at most `max_len` tokens each.
 
     The chunk is the context per item that makes `wave_items` items, clamped to [min, max]_chunk,
-    and raised where that would make more than `max_items` (+ 1 per row). ONE_WAVE: where no more
+    and raised where that would make more than `max_items` (+ 1 per row). The longest row bounds it
+    too: merging a part takes as long as MERGE_COST tokens of a chunk, so with chunks of the root of
+    the row's tokens times that, both take the same time, and together the least. ONE_WAVE: where no more
     rows than `resident_items` have tokens, it is the shortest that makes at most so many items, for
     the programs of one more would begin when others have ended. SECOND_WAVE above 0: the tokens
     that another start of a program costs; where rows are so unequal that half as many items more,
@@ -88,6 +91,10 @@ def plan_kernel(
     total = tl.sum(spans, 0)
     chunk = tl.minimum(tl.maximum(tl.cdiv(total, wave_items), min_chunk), max_chunk)
     chunk = tl.maximum(chunk, tl.cdiv(total, max_items))
+    if MERGE_COST > 0:
+        least = tl.sqrt(tl.max(spans, 0).to(tl.float32) * MERGE_COST)
+        min_chunk = tl.maximum(min_chunk, least.to(tl.int32) // TILE * TILE)
+        chunk = tl.maximum(chunk, min_chunk)
     if ONE_WAVE:  # noqa: SIM102 - a constant, by which the rest is compiled or is not
         if tl.sum((spans > 0).to(tl.int32), 0) <= resident_items:
             chunk = shortest_chunk(spans, total, resident_items, min_chunk, TILE)

@@ -121,11 +121,12 @@ DECODE_FEW = {
     4: DecodeTuning(tile=32, num_warps=8, num_stages=2),
 }
 DECODE_ONE = replace(DECODE_FEW[2], min_chunk=64, most_heads=4)
-ONE_GROUPS = range(3, 9)
+ONE_GROUPS = range(3, 17)
 """Groups of so many query heads use DECODE_ONE in steps of few pairs of a row and a KV head. There
 a program merges all parts of a row of 1,024 keys at once, and not in two to four rounds: on an
 H100, one row of 768 keys took 4.4 us in place of 10.5 with groups of 8, and 5.6 in place of 7.8
-with groups of 4. Larger groups would read the keys more than twice."""
+with groups of 4; of 800 keys 6 in place of 16 with groups of 16. Larger groups would read the keys
+more than four times."""
 DECODE_WHOLE = DecodeTuning(tile=128, num_warps=4, num_stages=3, registers=255, second_wave=512)
 """A multiprocessor for each program, and mostly a program for each pair: nothing is merged then."""
 DECODE_SIX = replace(DECODE_FEW[2], num_stages=2, registers=168)

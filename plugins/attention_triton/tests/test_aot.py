@@ -243,6 +243,7 @@ PLAN = AotJob(
         "ONE_WAVE": False,
         "SECOND_WAVE": 0,
         "LONGEST_FIRST": False,
+        "MERGE_COST": 2.8125,
         "DEPENDENT": True,
     },
 )

@@ -104,11 +104,11 @@ def test_batches_of_few_and_of_many_rows_are_cut_alike_with_a_fixed_chunk(paged_
 def test_one_row_of_large_groups_is_cut_for_a_merge_of_one_round(paged_batch):
     """Programs take four query heads there, and chunks are longer; other groups stay whole."""
     config = replace(paged_batch([300]).backend().config, max_num_seqs=200, dtype=torch.float16)
-    for num_heads, num_kv_heads, rows in ((32, 4, 2), (32, 8, 1), (64, 8, 1)):
+    for num_heads, num_kv_heads, rows in ((32, 4, 2), (32, 8, 1), (64, 8, 1), (32, 2, 4)):
         heads = replace(config, num_heads=num_heads, num_kv_heads=num_kv_heads)
         (most, few), *_ = TritonAttention(TritonOptions(), heads).decode_tunings
         assert (most, few.most_heads, few.min_chunk) == (rows, 4, 64)
-    for num_heads, num_kv_heads in ((16, 8), (8, 8), (64, 16), (48, 1), (32, 2)):
+    for num_heads, num_kv_heads in ((16, 8), (8, 8), (64, 16), (48, 1), (34, 2)):
         heads = replace(config, num_heads=num_heads, num_kv_heads=num_kv_heads)
         (_, few), *_ = TritonAttention(TritonOptions(), heads).decode_tunings
         assert few.most_heads >= num_heads // num_kv_heads
@@ -201,6 +201,33 @@ def test_rows_are_cut_into_two_waves_only_where_that_ends_sooner(tuning, lens, l
     if count > shape.resident_items(tuning):
         in_order = [lens[row] for row in rows.tolist()]
         assert in_order == sorted(in_order, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("group", "rows", "length", "most"),
+    [(2, 8, 800, 25), (2, 8, 12000, 94), (16, 8, 800, 9), (16, 8, 12000, 29), (16, 17, 800, 5)],
+)
+def test_a_row_has_no_more_parts_than_its_last_program_merges_in_their_time(
+    group, rows, length, most
+):
+    """`most`: parts of a row of `length` tokens among short ones, by the heads of a program.
+
+    The more heads it has, the fewer parts a round of the merge takes; twice as many in steps of so
+    few rows that programs prepare q, k and v.
+    """
+    shape = DecodeShape(
+        num_heads=2 * group,
+        num_kv_heads=2,
+        head_size=128,
+        max_num_seqs=32,
+        max_seq_len=16384,
+        num_multiprocessors=132,
+    )
+    workspace = DecodeWorkspace(shape, DECODE_FEW[2], torch.device("cpu"))
+    lens = torch.tensor([100] * (rows - 1) + [length], dtype=torch.int32)
+    workspace.plan(lens, torch.zeros(rows, 64, dtype=torch.int32), 256)
+    parts = int(workspace.items[4, int(workspace.num_items) - 1])
+    assert most - 3 <= parts <= most
 
 
 def test_with_a_fixed_chunk_a_row_is_bitwise_the_same_in_any_batch(paged_batch):
