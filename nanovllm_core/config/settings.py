@@ -136,9 +136,9 @@ class LimitSettings(Section):
     max_num_seqs."""
 
     constraint_seconds: float = Field(default=5.0, gt=0, le=3600)
-    """The longest wait for constraints, in seconds per step, for all its sequences together. The
-    whole engine waits meanwhile. A sequence whose constraints are not done by then ends with an
-    error."""
+    """The longest wait for the constraints of one sequence, in seconds per step. The whole engine
+    waits meanwhile. A sequence whose constraints are not done by then ends with an error; others do
+    not, and a step waits longer where many are slow."""
 
     @model_validator(mode="after")
     def _a_step_holds_every_sequence(self) -> LimitSettings:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,10 @@ from nanovllm_core.errors import InvalidSamplingError, NanoVLLMError, PluginFail
 from nanovllm_core.interfaces.constraint import Constraint, ConstraintSpec, allows
 from nanovllm_core.interfaces.plan import mask_words
 
-MAX_STUCK = 16
-"""Threads that may be left behind in calls that do not return; beyond them no mask is made."""
+MAX_THREADS = 16
+"""Of one engine that make masks, with those left behind in calls that do not return."""
+PATIENCE = 0.1
+"""Seconds between two looks at masks that are not ready, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,106 +123,171 @@ def _text(error: BaseException) -> str:
         return name
 
 
-@dataclass(frozen=True, slots=True)
+Filled = NDArray[np.int32] | NanoVLLMError
+
+
+@dataclass(slots=True, eq=False)
 class Filling:
     """One mask to make: whose, and the output ids that it has not taken in."""
 
     sample: SampleConstraints
     new_ids: list[int]
+    request: str
+    """All samples of one request have the same."""
+    call: str = "the thread of the constraints"
+    """The newest one that was made for it."""
+    num_looks: int = 0
+    """At which it was being made."""
+    filled: Filled | None = None
+    """The mask, or the error that ends its sample."""
 
-
-Filled = NDArray[np.int32] | NanoVLLMError
+    def begin(self, call: str) -> None:
+        """Called before each call of a constraint."""
+        if self.filled is not None:
+            raise _LeftBehindError
+        self.call = call
 
 
 class MaskFiller:
-    """Makes the masks of a step on a thread of its own, within `seconds` for all of them.
+    """Makes the masks of a step on other threads, each of them within `seconds`.
 
-    The thread is kept from step to step. One that is late is left behind: it ends when the call
-    that it is in returns, and the next step gets another.
+    One thread makes them, one after another, and is kept from step to step. While a mask is slow,
+    another thread goes on with those of other requests; those of the same request wait for it. A
+    thread whose mask is late is left behind: it ends when the call that it is in returns.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._thread: _FillingThread | None = None
+        self._pause = min(PATIENCE, seconds / 16)
+        self._max_looks = math.ceil(seconds / self._pause)
+        self._threads: list[_FillingThread] = []
         self._stuck: list[_FillingThread] = []
+        weakref.finalize(self, _end, self._threads)
 
     def fill(self, fillings: Sequence[Filling]) -> list[Filled]:
-        """The mask of each, or the error that ends its request."""
+        """The mask of each, or the error that ends its sample."""
         if not fillings:
             return []
-        self._stuck = [thread for thread in self._stuck if thread.is_alive()]
-        if len(self._stuck) >= MAX_STUCK:
-            return [self._refusal() for _ in fillings]
-        if self._thread is None:
-            self._thread = _FillingThread()
-            weakref.finalize(self, self._thread.leave)
         batch = _Batch(fillings)
-        self._thread.batches.put(batch)
-        if not batch.is_finished.wait(self._seconds):
-            batch.is_left = True
-            self._thread.leave()
-            self._stuck.append(self._thread)
-            self._thread = None
-        filled = batch.filled.copy()  # A thread that was left behind may still add one.
-        return filled + [self._late(batch) for _ in fillings[len(filled) :]]
+        self._add_thread(batch)
+        while not batch.is_finished.wait(self._pause):
+            self._look(batch)
+        return [one.filled for one in fillings if one.filled is not None]
 
-    def _late(self, batch: _Batch) -> PluginFailedError:
+    def _look(self, batch: _Batch) -> None:
+        """Leave threads behind whose masks are late; add one where all that work are slow."""
+        working = [(one, its) for one in self._threads if (its := one.filling) is not None]
+        for thread, filling in working:
+            filling.num_looks += 1  # No clock: a call that stops all threads stops this one too.
+            if filling.num_looks > self._max_looks and batch.end(filling, self._late(filling)):
+                self._threads.remove(thread)
+                self._stuck.append(thread)
+                thread.leave()
+                batch.end_waiting(partial(self._late, filling), filling.request)
+        slow = [filling for _, filling in working if filling.num_looks > 1]
+        batch.slow = {filling.request for filling in slow if filling.filled is None}
+        if batch.waiting and len(slow) == len(working):
+            self._add_thread(batch)
+
+    def _add_thread(self, batch: _Batch) -> None:
+        """Let another thread make masks of the batch; refuse them where none can any more."""
+        self._stuck = [thread for thread in self._stuck if thread.is_alive()]
+        idle = next((one for one in self._threads if one.filling is None), None)
+        if idle is None and len(self._threads) + len(self._stuck) < MAX_THREADS:
+            idle = _FillingThread()
+            self._threads.append(idle)
+        if idle is not None:
+            idle.batches.put(batch)
+        elif not self._threads:
+            batch.end_waiting(self._refusal)
+
+    def _late(self, filling: Filling) -> PluginFailedError:
         return PluginFailedError(
-            f"{batch.call} has not returned, and the masks of a step must be made within "
-            f"{self._seconds:g} s, so the requests that wait for theirs end; make it faster, or "
-            "raise limits.constraint_seconds"
+            f"{filling.call} has not returned, and a mask must be made within {self._seconds:g} s, "
+            "so the request that waits for it ends; make it faster, or raise "
+            "limits.constraint_seconds"
         )
 
     def _refusal(self) -> PluginFailedError:
         return PluginFailedError(
-            f"{len(self._stuck)} calls of constraints have not returned, and {MAX_STUCK} are the "
+            f"{len(self._stuck)} calls of constraints have not returned, and {MAX_THREADS} are the "
             "limit; repair the constraint, and make a new engine"
         )
 
 
 class _LeftBehindError(Exception):
-    """Nobody waits for this batch any more."""
+    """Nobody waits for this mask any more."""
 
 
 class _Batch:
-    """The masks of one step, and the call that is being made for them."""
+    """The masks of one step, which several threads may make."""
 
     def __init__(self, fillings: Sequence[Filling]) -> None:
-        self._fillings = fillings
-        self.filled: list[Filled] = []
+        self.waiting = list(fillings)
+        self.slow: set[str] = set()
+        """Requests of which a mask was slow at the last look, and has not come since."""
         self.is_finished = Event()
-        self.is_left = False
-        self.call = "the thread of the constraints"
+        self._num_left = len(fillings)
+        self._lock = Lock()
 
-    def run(self) -> None:
-        for filling in self._fillings:
-            try:
-                filled: Filled = filling.sample.next_mask(filling.new_ids, self._begin)
-            except NanoVLLMError as error:
-                filled = error
-            except _LeftBehindError:
-                return
-            self.filled.append(filled)
-        self.is_finished.set()
+    def take(self) -> Filling | None:
+        """The next mask to make; None where no other waits, or only of requests that are slow."""
+        with self._lock:
+            for place, filling in enumerate(self.waiting):
+                if filling.request not in self.slow:
+                    return self.waiting.pop(place)
+        return None
 
-    def _begin(self, call: str) -> None:
-        if self.is_left:
-            raise _LeftBehindError
-        self.call = call
+    def end(self, filling: Filling, filled: Filled) -> bool:
+        """Keep the mask, or the error of its sample; False if it had one before."""
+        with self._lock:
+            if filling.filled is not None:
+                return False
+            filling.filled = filled
+            self.slow.discard(filling.request)
+            self._num_left -= 1
+            if not self._num_left:
+                self.is_finished.set()
+            return True
+
+    def end_waiting(self, error: Callable[[], NanoVLLMError], request: str | None = None) -> None:
+        """End the samples whose masks wait, of one request or all, each with its own error."""
+        with self._lock:
+            ended = [one for one in self.waiting if request in (None, one.request)]
+            self.waiting = [one for one in self.waiting if request not in (None, one.request)]
+        for filling in ended:
+            self.end(filling, error())
 
 
 class _FillingThread(Thread):
-    """Makes the masks of batches, one after another, until it is told to leave."""
+    """Makes masks of batches, one after another, until it is told to leave."""
 
     def __init__(self) -> None:
         super().__init__(name="nanovllm-constraints", daemon=True)
         self.batches: SimpleQueue[_Batch | None] = SimpleQueue()
+        self.filling: Filling | None = None
+        """The mask that it makes."""
         self.start()
 
     def run(self) -> None:
         for batch in iter(self.batches.get, None):
-            batch.run()
+            while (filling := batch.take()) is not None:
+                self.filling = filling
+                try:
+                    filled: Filled = filling.sample.next_mask(filling.new_ids, filling.begin)
+                except NanoVLLMError as error:
+                    filled = error
+                except _LeftBehindError:
+                    return
+                self.filling = None
+                if not batch.end(filling, filled):
+                    return
 
     def leave(self) -> None:
         """End once the batches before are done or left."""
         self.batches.put(None)
+
+
+def _end(threads: list[_FillingThread]) -> None:
+    for thread in threads:
+        thread.leave()

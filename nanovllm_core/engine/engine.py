@@ -46,7 +46,7 @@ class Engine:
     them. `sampling_defaults` are the checkpoint's, for fields of `sampling_params.NEUTRAL` that a
     request does not state. `logits_processors` are what requests may ask for, by name; the executor
     runs them. `constraints` are too; the engine runs them, and waits at most `constraint_seconds`
-    for the masks of a step.
+    for each mask.
     `observation` receives a record of every step. `debug` checks every invariant at every step.
     `scheduler_name` stands for the scheduler in errors; its class does if there is none.
 

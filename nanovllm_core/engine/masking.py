@@ -37,6 +37,7 @@ class Masking:
             Filling(
                 sample,
                 request.known_ids()[request.num_prompt_tokens + sample.num_taken :].tolist(),
+                request.group_id,
             )
             for _, request, sample in waiting
         ]

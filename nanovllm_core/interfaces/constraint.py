@@ -14,9 +14,9 @@ Who calls what, and when:
 
 The first runs on the engine's thread, without a bound, so it must be quick: what takes long, such
 as compiling a grammar, belongs in `start`. The last three run on another thread, one call at a
-time. For those of one step, of all its samples, the engine waits `limits.constraint_seconds` at
-most; then it leaves the thread behind and goes on with another one. So a call that is late may
-overlap calls for other samples; no further call is made for the sample that it is of.
+time. While one is slow, another thread goes on with samples of other requests, so calls for them
+may overlap. For each mask the engine waits `limits.constraint_seconds` at most; then it leaves the
+thread behind, and makes no further call for that sample.
 
 The module imports no torch; W is ceil(V / 32) for a vocabulary of V ids.
 """

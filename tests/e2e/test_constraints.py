@@ -211,6 +211,4 @@ def test_the_longest_wait_is_a_setting(tiny: Path) -> None:
     with open_tiny(tiny, constraints=["multiples"], **changes) as llm:
         slow = SamplingParams(max_tokens=2, constraints={"multiples": {"of": 3, "sleeps": 0.5}})
         [output] = llm.generate([PROMPT], slow, use_tqdm=False)
-    assert "fill has not returned, and the masks of a step must be made within 0.05 s" in str(
-        output.error
-    )
+    assert "fill has not returned, and a mask must be made within 0.05 s" in str(output.error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Sequence
 from threading import Event
@@ -82,6 +83,10 @@ class Rising(Constraint):
                     RELEASE.wait(10)
                 case "slow":
                     time.sleep(0.05)
+                case "slower":
+                    time.sleep(0.4)
+                case "lock":
+                    ctypes.PyDLL(None).usleep(500_000)
         allow_ids(mask, allowed_after(arguments.step, prompt, outputs))
 
 
