@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from nanovllm_core.errors import InvalidSamplingError, NanoVLLMError, PluginFailedError
 from nanovllm_core.interfaces.constraint import Constraint, ConstraintSpec, allows
-from nanovllm_core.interfaces.plan import mask_words
+from nanovllm_core.interfaces.plan import PADDED, mask_words
 
 MAX_THREADS = 16
 """Of one engine that make masks, with those left behind in calls that do not return."""
@@ -102,11 +102,8 @@ class SampleConstraints:
         return allowed
 
     def refused(self, token_id: int) -> InvalidSamplingError | None:
-        """The error of an id that the newest mask does not allow.
-
-        The device chooses one where no id that the mask allows is left.
-        """
-        if self.mask is None or allows(self.mask, token_id):
+        """The error of an id that the newest mask does not allow, or of -1: none was left."""
+        if token_id != PADDED and (self.mask is None or allows(self.mask, token_id)):
             return None
         return InvalidSamplingError(
             "constraints: min_tokens or a logits processor of the request forbids every id that "

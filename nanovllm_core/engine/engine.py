@@ -348,7 +348,7 @@ class Engine:
     def _deliver(self, request: Request, entry: int, ended: bool, result: StepResult) -> None:
         """Finish the request at its newest token, or hand the token out if it is streamed."""
         newest, sampling = int(result.token_ids[entry]), request.sampling
-        if request.constraints is not None and (error := request.constraints.refused(newest)):
+        if error := request.refused(newest):
             self._intake.take_back(request)
             self._finish(request, "error", error=error)
             return

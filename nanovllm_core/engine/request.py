@@ -12,9 +12,14 @@ from numpy.typing import NDArray
 from nanovllm_core.engine.constraints import SampleConstraints
 from nanovllm_core.engine.deltas import OutputDelta
 from nanovllm_core.engine.rows import RowTable
-from nanovllm_core.errors import NanoVLLMError
+from nanovllm_core.errors import InvalidSamplingError, NanoVLLMError
 from nanovllm_core.interfaces.observer import FinishReason
-from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS, RowSampling, TokenLogprobs
+from nanovllm_core.interfaces.plan import (
+    MAX_DEVICE_STOP_IDS,
+    PADDED,
+    RowSampling,
+    TokenLogprobs,
+)
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 
 NO_ROW = -1
@@ -153,6 +158,19 @@ class Request:
     def known_ids(self) -> NDArray[np.int32]:
         """All ids known on the host: prompt, then outputs. A view where the request has a row."""
         return self.token_ids if self.row < 0 else self.table.token_ids[self.row, : self.num_tokens]
+
+    def refused(self, token_id: int) -> InvalidSamplingError | None:
+        """The error of a newest id that the request may not have, or of -1: none was left."""
+        if self.constraints is not None:
+            return self.constraints.refused(token_id)
+        if token_id != PADDED:
+            return None
+        names = [*(self.params.logits_processors or {})]
+        names += ["min_tokens"] * self.sampling.forbids_stop_ids
+        return InvalidSamplingError(
+            f"logits_processors: {' and '.join(names)} left no id to choose after "
+            f"{self.num_output_ids - 1} of the output; change one of them"
+        )
 
     def take_delta(
         self,

@@ -216,6 +216,13 @@ class RequestFactory:
         if not 0 < choice["top_k"] < vocab_size:
             choice["top_k"] = 0
         eos = () if params.ignore_eos else self.eos_token_ids
+        stop_ids = tuple(dict.fromkeys((*eos, *params.stop_ids)))
+        if params.min_tokens and sum(one < vocab_size for one in stop_ids) == vocab_size:
+            raise InvalidSamplingError(
+                f"min_tokens is {params.min_tokens}, and stop_token_ids with the end-of-sequence "
+                f"ids are all {vocab_size} ids of the vocabulary, so no id may come first; set "
+                "min_tokens to 0, or leave stop ids out"
+            )
         return RowSampling(
             **choice,
             seed=seed,
@@ -223,7 +230,7 @@ class RequestFactory:
             frequency_penalty=params.frequency_penalty,
             min_tokens=params.min_tokens,
             logprobs=params.logprobs,
-            stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_ids))),
+            stop_token_ids=stop_ids,
             logits_processors=tuple(
                 (name, plain_arguments(name, given, self.processors, vocab_size))
                 for name, given in (params.logits_processors or {}).items()

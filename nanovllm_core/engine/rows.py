@@ -111,16 +111,21 @@ class RowTable:
             self.publish_at[due] += block_size
         return due
 
-    def accept_batch(self, batch: DecodeBatch, token_ids: NDArray[np.int32]) -> int:
-        """One more id is known of every row of the batch; returns how many were not stale."""
+    def accept_batch(
+        self, batch: DecodeBatch, token_ids: NDArray[np.int32], finished: NDArray[np.bool_]
+    ) -> int:
+        """One more id is known of every row of the batch; returns how many were not stale.
+
+        Of a row that was left no id it is -1, and the row is `finished`.
+        """
         rows = batch.rows
         if batch.version != self.version:
             alive = self.generation[rows] == batch.generations
             if alive.all():
                 batch.version = self.version
             else:
-                rows, token_ids = rows[alive], token_ids[alive]
-        if np.count_nonzero(token_ids < 0):
+                rows, token_ids, finished = rows[alive], token_ids[alive], finished[alive]
+        if np.count_nonzero(token_ids < 0) and np.count_nonzero(token_ids[finished == 0] < 0):
             raise InconsistentStateError(
                 f"the executor returned padding for a running row: {token_ids.tolist()} for rows "
                 f"{rows.tolist()}"

@@ -83,8 +83,8 @@ class LogitsProcessor(ABC):
         """Change `logits_SV` [S, V] float32 in place; row i is that of `requests[i]`.
 
         -inf forbids an id; an earlier processor may have forbidden some. A row must keep one id
-        above -inf, and no logit may become NaN or +inf (`debug: true` checks both). Must not wait
-        for the device, nor keep the tensors. It sees only rows that use it. An error ends the
-        engine, with this plugin's name. If the logits of a step's rows do not fit in memory
-        together, it is called for some of them at a time.
+        above -inf (its request ends with an error if it does not), and no logit may become NaN or
+        +inf; `debug: true` checks both. Must not wait for the device, nor keep the tensors. It sees
+        only rows that use it. An error ends the engine, with this plugin's name. If the logits of a
+        step's rows do not fit in memory together, it is called for some of them at a time.
         """

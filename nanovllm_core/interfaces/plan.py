@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PADDED = -1
-"""The token id a result holds for a row that the device had already finished."""
+"""The token id a result holds for a row that was finished already, or that was left no id."""
 
 MAX_DEVICE_STOP_IDS = 8
 """Stop ids of a row that the device checks; where there are more, the engine checks every token."""
@@ -178,7 +178,6 @@ class TokenMasks(ArrayEquality):
     `rows` int32 [n], and `allowed` int32 [n, W], a row of W = ceil(V / 32) words each: bit i of
     word j stands for id 32 j + i, the layout of xgrammar and llguidance. Bits beyond the vocabulary
     mean nothing. A constrained row that is left out has ended on the host: its choice is dropped.
-    Where other parameters forbid every id that a mask allows, the row gets an id that it does not.
     """
 
     rows: NDArray[np.int32]
@@ -241,7 +240,8 @@ class StepResult(ArrayEquality):
     """The result of a step: one entry for each decoding row, then for each chunk that samples.
 
     `token_ids` int32, `PADDED` where the row was finished before the step; `finished` bool: the
-    device ended the row at this token (stop id or length). `logprobs` by entry, of rows that asked.
+    device ended the row at this token (stop id or length). Both are set where processors, masks
+    and `min_tokens` left the row no id. `logprobs` by entry, of rows that asked.
     """
 
     token_ids: NDArray[np.int32]

@@ -100,17 +100,8 @@ class MaskTable:
         self._allowed_RW.index_copy_(0, which, allowed)
 
     def forbid(self, logits_SV: Tensor, step: StepRows, which_N: Tensor) -> None:
-        """-inf for the ids that the rows' masks do not allow; an operation as in `logits`.
-
-        A row in which no id is left gets the first id that its mask forbids, which the host takes
-        for the error that it is.
-        """
+        """-inf for the ids that the rows' masks do not allow; an operation as in `logits`."""
         allowed_NW = self._allowed_RW[step.rows[which_N]]
         forbidden_NV = (allowed_NW[:, :, None] & self._bits == 0).flatten(1)[:, : self._vocab_size]
-        logits_NV = logits_SV[which_N]
-        logits_NV.masked_fill_(forbidden_NV, -torch.inf)
-        nothing_left_N1 = logits_NV.amax(dim=1, keepdim=True) == -torch.inf
-        first_N1 = forbidden_NV.to(torch.uint8).argmax(dim=1, keepdim=True)
-        first_logit_N1 = logits_NV.gather(1, first_N1)
-        logits_NV.scatter_(1, first_N1, first_logit_N1.masked_fill(nothing_left_N1, 0.0))
+        logits_NV = logits_SV[which_N].masked_fill_(forbidden_NV, -torch.inf)
         logits_SV.index_copy_(0, which_N, logits_NV)

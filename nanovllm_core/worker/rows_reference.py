@@ -69,7 +69,8 @@ def finish_step(
 ) -> None:
     """Write sampled ids back to their rows, advance them, set finish flags, report to the host.
 
-    The step's slot of `results` gets the id (`PADDED` for padding) and the flag of each entry.
+    The step's slot of `results` gets the id (`PADDED` for padding) and the flag of each entry. A
+    row whose id is -1, because none was left, is finished.
     Where the flag `skip` [1] is 1 nothing happens.
     """
     if skip.item():
@@ -82,7 +83,7 @@ def finish_step(
     tables.computed[rows] = length
     stopped = (tables.stop_ids[rows] == token[:, None]).any(dim=1)
     stopped &= length + 1 - tables.num_prompt[rows] >= tables.min_tokens[rows]
-    finished = (stopped | (length + 1 >= tables.max_length[rows])).int()
+    finished = (stopped | (token < 0) | (length + 1 >= tables.max_length[rows])).int()
     tables.finished[rows] = finished
     reported = torch.full_like(inputs.rows, (PADDED + 1) << 1)
     reported[live] = ((token + 1) << 1) | finished

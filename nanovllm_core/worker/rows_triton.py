@@ -169,7 +169,7 @@ def _finish_step_kernel(
         num_outputs = length + 1 - tl.load(num_prompt + row, mask=live, other=0)
         stopped = stopped & (num_outputs >= tl.load(min_tokens + row, mask=live, other=0))
         at_end = length + 1 >= tl.load(max_length + row, mask=live, other=0)
-        ended = (live & (stopped | at_end)).to(tl.int32)
+        ended = (live & (stopped | at_end | (token < 0))).to(tl.int32)
         tl.store(finished + row, ended, mask=live)
         tl.store(slot + i, tag | (((token + 1) << 1) | ended).to(tl.int64), mask=mask)
     tl.debug_barrier()  # no warp may still read the count

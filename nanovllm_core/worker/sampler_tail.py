@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm_core.interfaces.plan import RowSampling
+from nanovllm_core.interfaces.plan import PADDED, RowSampling
 from nanovllm_core.interfaces.sampler import Sampler
 from nanovllm_core.worker import logits as logit_ops
 from nanovllm_core.worker.batch import StepInputs
@@ -84,8 +84,9 @@ class SamplerTail:
         """The operations by row, kept for as long as its request is the same."""
         self._params: Sequence[RowSampling] = ()
         self._rows: Sequence[int] = ()
-        self._groups: list[tuple[Tensor, Tensor, list[tuple[Operation, list[Tensor]]]]] = []
-        """Rows changed together: int64 places in the batch and in the tables, what is called."""
+        self._groups: list[tuple[list[Tensor], list[tuple[Operation, list[Tensor]]]]] = []
+        """Rows changed together: int64 places in the batch and in the tables, and 1 where -1 is
+        the answer if no id is left; what is called."""
         self._asked: tuple[int, ...] = ()
         self._num_top: tuple[int, ...] = ()
         self._asked_groups: list[Tensor] = []
@@ -105,13 +106,14 @@ class SamplerTail:
 
         `rows` and `params` say on the host which row each entry is and what it wants; what they
         mean on the device is kept while they are the same objects. `inputs.rows` is -1 where the
-        device has finished an entry, which gets -1. `tables.token_ids` holds the known ids of each
-        row: `inputs.seq_lens` of them. Never waits for the device.
+        device has finished an entry, which gets -1; so does one that processors or a mask leave no
+        id. `tables.token_ids` holds the known ids of each row: `inputs.seq_lens` of them. Never
+        waits for the device.
         """
         num_prompt_B = inputs.seq_lens - inputs.output_index
         if params is not self._params or rows is not self._rows:
             self.plan(rows, params, tables.token_ids.shape[1])
-        for entries_S, rows_S, operations in self._groups:
+        for (entries_S, rows_S, reports_S), operations in self._groups:
             logits_SV = logits_BV[entries_S].float().nan_to_num_(-math.inf, math.inf, -math.inf)
             step = StepRows(
                 rows_S,
@@ -123,7 +125,10 @@ class SamplerTail:
             )
             for operation, arguments in operations:
                 operation(logits_SV, step, *arguments)
-            index_S, ids_S = step.output_index, inputs.rows[entries_S]
+            nothing_left_S = (logits_SV.amax(dim=1) == -math.inf) & reports_S.bool()
+            # Such a row is padding to the sampler, which gives -1 for it.
+            ids_S = inputs.rows[entries_S].masked_fill(nothing_left_S, PADDED)
+            index_S = step.output_index
             out_S = torch.empty_like(index_S)
             choice = (logits_SV, ids_S, tables.temperature, tables.seed, index_S)
             self._sample(*choice, out_S, self._never)
@@ -150,15 +155,18 @@ class SamplerTail:
         ]
         arrays = []
         for entries, calls in groups:
-            arrays.append([np.array(entries), np.array([rows[entry] for entry in entries])])
+            asking = [params[entry] for entry in entries]
+            reports = [one.constrained or bool(one.logits_processors) for one in asking]
+            at = np.array([rows[entry] for entry in entries])
+            arrays.append([np.array(entries), at, np.array(reports, np.int64)])
             arrays += [columns for _, columns in calls]
         arrays += [[np.array(entries)] for entries in _split(self._asked, group_size)]
         uploaded = _upload(arrays, self._device)
         self._groups = []
         for _, calls in groups:
-            entries_S, rows_S = next(uploaded)
+            group = next(uploaded)
             operations = [(operation, next(uploaded)) for operation, _ in calls]
-            self._groups.append((entries_S, rows_S, operations))
+            self._groups.append((group, operations))
         self._asked_groups = [entries for (entries,) in uploaded]
         self._params, self._rows = params, rows
 

@@ -62,16 +62,23 @@ class Assigns(LogitsProcessor):
         logits_SV.fill_(1.0)
         logits_SV[:, 8] = 2.0
 
+class Nothing(LogitsProcessor):
+    "Forbids every id."
+
+    def process(self, logits_SV, requests):
+        logits_SV.fill_(float("-inf"))
+
 @hookimpl
 def nanovllm_logits_processors():
-    return [LogitsProcessorSpec(name="assigns", impl="sums:Assigns", contract=1)]
+    return [LogitsProcessorSpec(name="assigns", impl="sums:Assigns", contract=1),
+            LogitsProcessorSpec(name="nothing", impl="sums:Nothing", contract=1)]
 """
 
 
 @pytest.fixture(autouse=True)
 def sums(install: Install) -> None:
     groups = {"nanovllm.constraints": {"multiples": "sums"},
-              "nanovllm.logits_processors": {"assigns": "sums"}}  # fmt: skip
+              "nanovllm.logits_processors": {"assigns": "sums", "nothing": "sums"}}  # fmt: skip
     install("nanovllm-sums", groups, {"sums": SOURCE})
 
 
@@ -204,6 +211,20 @@ def test_a_processor_cannot_allow_an_id_again(tiny: Path) -> None:
     for token_id in output.token_ids:
         total += token_id
         assert total % 3 == 0
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_a_processor_that_forbids_every_id_ends_a_request_whose_mask_allows_all(
+    tiny: Path, steps_ahead: int
+) -> None:
+    """Whichever id came out, the mask would allow it, and nobody would know."""
+    changes: dict[str, Any] = {"steps_ahead": steps_ahead, "logits_processors": ["nothing"]}
+    with open_tiny(tiny, constraints=["multiples"], debug=False, **changes) as llm:
+        params = [greedy(1, logits_processors={"nothing": {}}), greedy(1)]
+        ended, other = llm.generate([PROMPT] * 2, params, use_tqdm=False)
+    assert (ended.finish_reason, ended.token_ids) == ("error", [])
+    assert "min_tokens or a logits processor of the request forbids" in str(ended.error)
+    assert (other.finish_reason, len(other.token_ids)) == ("length", LENGTH)
 
 
 def test_the_longest_wait_is_a_setting(tiny: Path) -> None:

@@ -218,6 +218,44 @@ def test_a_row_that_the_device_has_ended_is_shown_with_lengths_that_can_be(
     assert ((1, 1) in seen) == (steps_ahead > 0), "no row was shown after its end"
 
 
+@pytest.mark.parametrize("steps_ahead", [0, 1, 3])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 1}, {"top_k": 3}], ids=str)
+def test_a_request_that_is_left_no_id_ends_alone(
+    open_engine: Callable[..., LLM],
+    reference: Reference,
+    steps_ahead: int,
+    temperature: float,
+    fields: dict[str, Any],
+) -> None:
+    """At its first id or at a later one; no forbidden id comes out, and its neighbours go on."""
+    llm = open_engine(steps_ahead=steps_ahead, debug=False)
+    every, keep = list(range(VOCAB_SIZE)), 8
+    rest = [one for one in every if one != keep]
+    asked: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "ban": ({"ban": {"ids": every}}, {}),
+        "ban and min_tokens": ({"ban": {"ids": rest}}, {"min_tokens": 2, "stop_token_ids": [keep]}),
+        "ban and norepeat": ({"ban": {"ids": rest}, "norepeat": {"last": 1}}, {}),
+    }
+    params = [
+        greedy(processors, temperature=temperature, seed=3, **fields, **more)
+        for processors, more in asked.values()
+    ]
+    *ended, plain = llm.generate([PROMPT] * 4, [*params, greedy()])
+    assert [one.finish_reason for one in ended] == ["error"] * 3
+    assert [one.token_ids for one in ended] == [[], [], [keep]]
+    for one, names in zip(ended, asked, strict=True):
+        assert isinstance(one.error, InvalidSamplingError)
+        assert str(one.error) == (
+            f"logits_processors: {names} left no id to choose after {len(one.token_ids)} of the "
+            "output; change one of them"
+        )
+        assert one.logprobs is None or len(one.logprobs) == len(one.token_ids)
+    assert plain.token_ids == reference.tokens(PROMPT, LENGTH)
+    assert llm.generate([PROMPT], greedy())[0].token_ids == plain.token_ids
+    assert llm.stats.free_blocks == llm.stats.blocks
+
+
 def test_a_row_that_may_choose_no_id_is_an_error_in_debug_mode(
     open_engine: Callable[..., LLM],
 ) -> None:

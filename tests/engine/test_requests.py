@@ -6,6 +6,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import FrameType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -26,7 +27,7 @@ from nanovllm_core.errors import (
     RequestTooLongError,
 )
 from nanovllm_core.interfaces.observer import RequestRecord, StepObserver, StepRecord
-from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS, StepPlan, StepResult
+from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS, PADDED, StepPlan, StepResult
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_kit.engine_harness import Harness, Letters, Setting, letters
 
@@ -335,6 +336,33 @@ def test_the_ending_id_is_in_the_ids_and_not_in_the_text() -> None:
     assert finished["a", 0].token_ids == [*cut, end]
     assert finished["a", 0].text == letters(cut)
     assert finished["ignores", 0].token_ids == free_ids
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_stop_ids_that_leave_no_id_before_min_tokens_are_refused(ignore_eos: bool) -> None:
+    """Stop ids may not come before min_tokens, and a token has to: the remedy is in the error."""
+    harness, size = Harness(), Setting().vocab_size
+    eos = [*harness.engine._factory.eos_token_ids]
+    others = [one for one in range(size) if ignore_eos or one not in eos]
+    asked = greedy(8, stop_token_ids=others, min_tokens=1, ignore_eos=ignore_eos)
+    said = rf"min_tokens is 1, .* all {size} ids of the vocabulary, .*; set min_tokens to 0, or"
+    with pytest.raises(InvalidSamplingError, match=said):
+        harness.add("none", [1, 2], asked)
+    harness.add("one", [1, 2], replace(asked, stop_token_ids=others[1:]))
+    harness.add("at once", [1, 2], replace(asked, min_tokens=0))
+    harness.run()
+    assert harness.finished["one", 0].error is None
+    assert harness.finished["at once", 0].finish_reason == "stop"
+
+
+def test_padding_for_a_row_that_runs_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the flag it means that no id was left; without it the executor has lost the row."""
+    harness = Harness(Setting(steps_ahead=0))
+    harness.add("a", [1, 2], greedy(8))
+    harness.step()
+    monkeypatch.setattr(harness.executor, "_sample", lambda row, allowed: (PADDED, False))
+    with pytest.raises(InconsistentStateError, match=r"padding for a running row: \[-1\]"):
+        harness.run()
 
 
 def test_min_tokens_keep_a_request_going() -> None:

@@ -26,6 +26,10 @@ class Window(BaseModel):
     model_config = ConfigDict(extra="forbid")
     last: int
 
+class Nothing(LogitsProcessor):
+    def process(self, logits_SV, requests):
+        logits_SV.fill_(-torch.inf)
+
 class NoRepeat(LogitsProcessor):
     def prepare(self, arguments):
         return 1 + torch.arange(arguments.last, device=self.context.device)
@@ -38,7 +42,8 @@ class NoRepeat(LogitsProcessor):
 @hookimpl
 def nanovllm_logits_processors():
     return [LogitsProcessorSpec(name="norepeat", impl="no_repeat:NoRepeat", contract=1,
-                                arguments=Window)]
+                                arguments=Window),
+            LogitsProcessorSpec(name="nothing", impl="no_repeat:Nothing", contract=1)]
 """
 
 
@@ -59,9 +64,8 @@ def tokens(folder: Path, ask: Callable[[int], bool], **changes: object) -> list[
 
 @pytest.fixture
 def folder(install: Install, tmp_path: Path) -> Path:
-    install(
-        "norepeat", {"nanovllm.logits_processors": {"norepeat": "no_repeat"}}, {"no_repeat": SOURCE}
-    )
+    names = dict.fromkeys(["norepeat", "nothing"], "no_repeat")
+    install("norepeat", {"nanovllm.logits_processors": names}, {"no_repeat": SOURCE})
     return write_config(tmp_path, "0.6B", num_hidden_layers=2)
 
 
@@ -95,6 +99,25 @@ def test_a_step_with_a_processor_never_waits_for_the_device(folder: Path) -> Non
                 llm.engine.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_requests_that_a_processor_leaves_no_id_end_alone(folder: Path, temperature: float) -> None:
+    """Cut by the kernel, with a step in flight, and in the rows of graphs; no id comes out."""
+    ending = replace(
+        params(False), temperature=temperature, top_k=9, logits_processors={"nothing": {}}
+    )
+    with LLM(
+        str(folder), load_format="dummy", device="cuda", logits_processors=["nothing"],
+        max_num_seqs=16, max_model_len=256, **{"cache.num_blocks": 256},
+    ) as llm:  # fmt: skip
+        plain = llm.generate(PROMPTS, params(False), use_tqdm=False)
+        each = [*[ending] * 10, *[params(False)] * len(PROMPTS)]
+        outputs = llm.generate([*[PROMPTS[0]] * 10, *PROMPTS], each, use_tqdm=False)
+    for ended in outputs[:10]:
+        assert (ended.finish_reason, ended.token_ids) == ("error", [])
+        assert "logits_processors: nothing left no id to choose after 0" in str(ended.error)
+    assert [one.token_ids for one in outputs[10:]] == [one.token_ids for one in plain]
 
 
 CONSTRAINT = """

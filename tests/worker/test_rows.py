@@ -214,6 +214,17 @@ def test_a_row_finishes_on_a_stop_id_after_min_tokens_or_on_its_length(
     assert decode_inputs(tables, 1).rows.tolist() == [-1 if finished else 0]
 
 
+@pytest.mark.parametrize("min_tokens", [0, 20])
+def test_a_row_that_is_left_no_id_ends(min_tokens: int) -> None:
+    """The host gets -1 and the flag, and no later step reads the -1 as an id."""
+    tables = make_tables()
+    sampling = RowSampling(stop_token_ids=(*range(8),), min_tokens=min_tokens)
+    admit(tables, admission(0, [3, 4], num_computed=1, sampling=sampling), active=(0,))
+    assert finish(tables, decode_inputs(tables, 1), [-1]) == [(PADDED, True)]
+    following = decode_inputs(tables, 1)
+    assert (following.rows.tolist(), following.input_ids.tolist()) == ([-1], [0])
+
+
 def test_the_last_id_of_the_longest_sequence_writes_no_neighbour() -> None:
     """A row that reaches the model's length writes no id past its own table."""
     tables = make_tables(2)
