@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
@@ -18,14 +18,17 @@ from nanovllm_core.errors import (
     InvalidSamplingError,
     PluginFailedError,
 )
+from nanovllm_server import stream as stream_module
 from nanovllm_server.bodies import StreamOptions
+from nanovllm_server.chat import ChatShape
+from nanovllm_server.chat_body import ChatBody
 from nanovllm_server.completion_body import CompletionBody
 from nanovllm_server.completions import CompletionShape
 from nanovllm_server.errors import ApiError
 from nanovllm_server.guard.admission import Admission
 from nanovllm_server.service import Service
 from nanovllm_server.settings import ServerSettings
-from nanovllm_server.stream import Answer, Choice, EventStream, Work, answer
+from nanovllm_server.stream import Answer, Choice, EventStream, Shape, Work, answer
 
 Sent = list[dict[str, Any]]
 SECRET = "the prompt of a stranger"
@@ -170,6 +173,101 @@ def test_a_slow_client_gets_fewer_and_larger_events(prompts: int, llm: AsyncLLM)
         )
     assert texts[0] == texts[1]
     assert sizes[1] < sizes[0] / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given(Work):
+    """Gives outputs that were recorded."""
+
+    steps: Sequence[list[Choice]]
+
+    async def outputs(self) -> AsyncGenerator[list[Choice], None]:
+        for choices in self.steps:
+            yield choices
+
+
+def record(work: Work) -> list[list[Choice]]:
+    async def main() -> list[list[Choice]]:
+        return [choices async for choices in work.outputs()]
+
+    return asyncio.run(main())
+
+
+def joined(steps: Sequence[list[Choice]]) -> list[list[Choice]]:
+    """All tokens of all choices at once, as to a client that was slow."""
+    last = sorted(dict(one for choices in steps for one in choices).items())
+    return [[(i, replace(one, new_token_ids=one.token_ids, new_text=one.text)) for i, one in last]]
+
+
+def make_shape(llm: AsyncLLM, is_chat: bool) -> Shape:
+    """Of a stream with two likeliest tokens beside each."""
+    service = Service(llm, ServerSettings())
+    if not is_chat:
+        body = CompletionBody(prompt="a", stream=True, logprobs=2)
+        return CompletionShape(service, "demo", body, [])
+    asked = {"messages": [{"role": "user", "content": "a"}], "stream": True}
+    chat = ChatBody.model_validate({**asked, "logprobs": True, "top_logprobs": 2})
+    return ChatShape(service, "demo", chat)
+
+
+def logprobs_of(choices: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+    """Those of each token in some events, and where it begins if the events say it."""
+    found: list[tuple[Any, ...]] = []
+    for one in choices:
+        if listed := one["logprobs"]:
+            names = ["content"] if "content" in listed else [*listed]
+            found += zip(*(listed[name] for name in names), strict=True)
+    return found
+
+
+def text_of(choice: Mapping[str, Any]) -> str:
+    text: str = choice["delta"].get("content", "") if "delta" in choice else choice["text"]
+    return text
+
+
+@pytest.mark.parametrize(
+    ("prompts", "max_tokens", "num_parts"), [(1, 100, 10), (40, 2, 8), (3, 30, 9)]
+)
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_joined_log_probabilities_come_in_parts_between_which_others_go_on(
+    prompts: int,
+    max_tokens: int,
+    num_parts: int,
+    is_chat: bool,
+    llm: AsyncLLM,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Together they are those of single tokens; text comes first, and the reason of the end last.
+
+    Encoded at once, those of 40,000 tokens with 20 alternatives stop the event loop for 6 s.
+    """
+    monkeypatch.setattr(stream_module, "MAX_LOGPROBS_AT_ONCE", 30)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
+    given = make_answer(llm, True, Given, steps=[]).work
+    assert isinstance(given, Given)
+    given = replace(given, prompts=[[5, 6, 7 + i] for i in range(prompts)], params=params)
+    steps = record(Work(**{one.name: getattr(given, one.name) for one in fields(Work)}))
+    seen = []
+    for each in (steps, joined(steps)):
+        shape, sent, turns = make_shape(llm, is_chat), [], []
+
+        async def send(message: Mapping[str, Any], to: Sent = sent, at: list[int] = turns) -> None:
+            to.append(dict(message))
+            asyncio.get_running_loop().call_soon(lambda: at.append(len(to)))
+
+        call(EventStream(replace(given, steps=each), shape, StreamOptions()), send)
+        choices = [event["choices"][0] for event in events_of(sent)]
+        own = [[one for one in choices if one["index"] == i] for i in range(prompts)]
+        seen.append([("".join(map(text_of, one)), logprobs_of(one)) for one in own])
+        for some in own:
+            assert len(logprobs_of(some)) == max_tokens
+            assert all(len(logprobs_of([one])) <= 10 for one in some)
+            assert [one["finish_reason"] for one in some[:-1]] == [None] * (len(some) - 1)
+            assert some[-1]["finish_reason"] == "length"
+    assert seen[0] == seen[1]
+    bodies = [place for place, one in enumerate(sent, 1) if one.get("more_body")]
+    assert len(bodies) == num_parts
+    assert set(bodies[:-1]) <= set(turns), "between two parts no other had a turn"
 
 
 @pytest.mark.parametrize(("prompts", "n"), [(1, 3), (3, 1), (2, 2)])
