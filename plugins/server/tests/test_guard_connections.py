@@ -342,6 +342,73 @@ def test_pipelined_requests_are_answered_in_order(address: Address) -> None:
     assert [int(n) for n in re.findall(rb'\\"n\\": (\d)', answer)] == [0, 1, 2, 3, 4]
 
 
+async def in_two_parts(scope: Scope, receive: Receive, send: Send) -> None:
+    head = [(b"content-type", b"text/event-stream")]
+    await send({"type": "http.response.start", "status": 200, "headers": head})
+    await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+    await asyncio.sleep(0.1)
+    await send({"type": "http.response.body", "body": b"data: 2\n\n"})
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize(
+    ("wrong", "status"),
+    [
+        (b"HELLO\r\n\r\n", 400),
+        (HEAD + b"x: " + b"y" * 5000 + b"\r\n\r\n", 431),
+        (HEAD + b"x: " + b"y" * 5000, 431),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\nno size\r\n", 400),
+    ],
+    ids=["no HTTP", "long headers", "headers without end", "a broken body"],
+)
+def test_a_request_that_is_refused_waits_for_the_answers_before_it(
+    wrong: bytes, status: int, is_late: bool, count: int
+) -> None:
+    """The client would take the refusal for an earlier answer, or for a part of one.
+
+    Nothing behind the refused request is served.
+    """
+    counted: list[int] = []
+    settings = ServerSettings(port=0, limits=LimitSettings(max_header_bytes=4096))
+    with (
+        serving(in_two_parts, settings, on_refusal=counted.append) as server,
+        closing(connect(address_of(server))) as client,
+    ):
+        client.sendall(GET + b"\r\n" + (GET + b"\r\n") * (count - 1))
+        answer = b""
+        while is_late and b"data: 1" not in answer:
+            answer += client.recv(65_536)
+        client.sendall(wrong)
+        time.sleep(0.05)
+        with suppress(OSError):
+            client.sendall(GET + b"\r\n")
+        answer += read_all(client)
+    assert [int(one) for one in re.findall(rb"HTTP/1.1 (\d+)", answer)] == [200] * count + [status]
+    refusal = answer.index(b"HTTP/1.1 %d" % status)
+    assert re.findall(rb"data: \d", answer[:refusal]) == [b"data: 1", b"data: 2"] * count
+    assert answer[:refusal].endswith(b"0\r\n\r\n")
+    assert b"connection: close" in answer[refusal:]
+    assert counted == [status]
+
+
+def test_a_body_that_breaks_under_its_own_answer_gets_no_second_one() -> None:
+    """It would be read as a part of the first."""
+    counted: list[int] = []
+    with (
+        serving(in_two_parts, ServerSettings(port=0), on_refusal=counted.append) as server,
+        closing(connect(address_of(server))) as client,
+    ):
+        client.sendall(GET + b"transfer-encoding: chunked\r\n\r\n")
+        answer = b""
+        while b"data: 1" not in answer:
+            answer += client.recv(65_536)
+        client.sendall(b"no size\r\n")
+        answer += read_all(client)
+    assert answer.count(b"HTTP/1.1") == 1
+    assert counted == []
+
+
 PROGRAM = """
 import asyncio, sys, uvicorn
 from nanovllm_server.guard.assemble import guarded, uvicorn_options

@@ -78,6 +78,8 @@ class Connection(HttpToolsProtocol):
     _has_headers = False
     _cycles: Sequence[RequestResponseCycle] = ()
     """Requests whose answer is not complete, and perhaps the last one that is."""
+    _refusal: ApiError | None = None
+    """Follows the answers of the requests before it. Nothing behind it is read."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -105,6 +107,8 @@ class Connection(HttpToolsProtocol):
         self.ledger.put(CONNECTIONS, len(self.connections))
 
     def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:
+            return
         if not self._has_headers:
             self._raw_bytes += len(data)
         super().data_received(data)
@@ -146,11 +150,18 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self.transport.is_closing():
-            self._start_timer()
+        if self.transport.is_closing():
+            return
+        self._start_timer()
+        if self._refusal is not None and all(one.response_complete for one in self._cycles):
+            self._refuse(self._refusal)
 
     def send_400_response(self, msg: str) -> None:
-        """Called where the parser, or one of the callbacks above, raised."""
+        """Called where the parser, or one of the callbacks above, raised.
+
+        The refusal waits for the answers of earlier requests. A request whose own answer has begun
+        before its body ended gets no second one.
+        """
         if self.transport.is_closing():
             return
         refusal = ApiError(400, "this is no valid HTTP request")
@@ -158,7 +169,18 @@ class Connection(HttpToolsProtocol):
             refusal = ApiError(
                 431, f"the headers have more than {self.max_header_bytes} bytes; send fewer"
             )
-        self._refuse(refusal)
+        earlier = [one for one in self._cycles if not one.response_complete]
+        has_begun = False
+        if earlier and earlier[-1].more_body:  # The parser stopped in the body of this request.
+            has_begun = earlier.pop().response_started
+            if earlier:
+                self.pipeline.popleft()
+        if earlier:
+            self._refusal, self._cycles, self.cycle = refusal, earlier, earlier[-1]
+        elif has_begun:
+            self.transport.close()
+        else:
+            self._refuse(refusal)
 
     async def _full(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application of a connection too many. uvicorn has one that answers in plain text."""
