@@ -185,7 +185,7 @@ MUTATIONS = [
         "a result for a row's former request is taken",
         "rows.py",
         ANY,
-        ("                rows, token_ids = rows[alive], token_ids[alive]", "                pass"),
+        ("rows, token_ids, finished = rows[alive], token_ids[alive], finished[alive]", "pass"),
     ),
     bug(
         "blocks leak when a request is aborted",
