@@ -30,10 +30,7 @@ class Intake:
         rows that changed hands.
         """
         batch, token_ids = planned.batch, result.token_ids
-        decoded = slice(len(batch.rows))
-        self.num_output_tokens += self._rows.accept_batch(
-            batch, token_ids[decoded], result.finished[decoded]
-        )
+        self.num_output_tokens += self._rows.accept_batch(batch, result)
         news: Sequence[tuple[int, Request]] = ()
         if ended or batch.watched or planned.chunks:
             news = tuple(self._news(planned, token_ids, ended, now))

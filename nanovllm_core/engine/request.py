@@ -14,12 +14,7 @@ from nanovllm_core.engine.deltas import OutputDelta
 from nanovllm_core.engine.rows import RowTable
 from nanovllm_core.errors import InvalidSamplingError, NanoVLLMError
 from nanovllm_core.interfaces.observer import FinishReason
-from nanovllm_core.interfaces.plan import (
-    MAX_DEVICE_STOP_IDS,
-    PADDED,
-    RowSampling,
-    TokenLogprobs,
-)
+from nanovllm_core.interfaces.plan import MAX_DEVICE_STOP_IDS, PADDED, RowSampling, TokenLogprobs
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 
 NO_ROW = -1

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm_core.errors import InconsistentStateError
+from nanovllm_core.interfaces.plan import StepResult
 
 NEVER = -1
 
@@ -111,14 +112,13 @@ class RowTable:
             self.publish_at[due] += block_size
         return due
 
-    def accept_batch(
-        self, batch: DecodeBatch, token_ids: NDArray[np.int32], finished: NDArray[np.bool_]
-    ) -> int:
+    def accept_batch(self, batch: DecodeBatch, result: StepResult) -> int:
         """One more id is known of every row of the batch; returns how many were not stale.
 
-        Of a row that was left no id it is -1, and the row is `finished`.
+        Of a row that was left no id it is -1, and the row is finished.
         """
         rows = batch.rows
+        token_ids, finished = result.token_ids[: len(rows)], result.finished[: len(rows)]
         if batch.version != self.version:
             alive = self.generation[rows] == batch.generations
             if alive.all():

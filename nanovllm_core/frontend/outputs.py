@@ -46,9 +46,9 @@ class RequestOutput:
     `token_ids` are all output ids, with the end-of-sequence id if that ended them; `text` leaves
     the ending id and the stop string out, and is "" without a tokenizer. `stop_reason` is the id or
     string that stopped the request, `error` what ended it where the reason is "error": a constraint
-    that raised, was too slow, or allowed nothing. `logprobs` has an entry per output id where they
-    were asked for. `num_cached_tokens` counts prompt tokens the prefix cache held, `wait_steps` the
-    engine's steps from the arrival to the admission (None before it).
+    that raised or was too slow, or no id that was left. `logprobs` has an entry per output id where
+    they were asked for. `num_cached_tokens` counts prompt tokens the prefix cache held,
+    `wait_steps` the engine's steps from the arrival to the admission (None before it).
 
     `token_ids`, `text` and `logprobs` are copied from the transcript when they are first read. A
     stream of which only `new_token_ids` and `new_text` are read copies each token once.
