@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -419,6 +420,22 @@ def test_steps_warm_up_unless_every_plugin_of_a_step_needs_none(
     states_none = SimpleNamespace(needs_warm_up=False)
     monkeypatch.setattr(type(decisions.plugins), "spec", lambda *_: states_none)
     assert not startup.make_setup(decisions).needs_warm_up
+
+
+def test_blocks_are_cleared_for_backends_that_read_their_tails(folder: Path) -> None:
+    """sdpa does; a pair of which neither does saves the time."""
+    decisions = decided(folder)
+    assert startup.make_setup(decisions).clears_blocks
+    attention = decisions.attention
+    reads_none = replace(
+        attention.prefill,
+        spec=replace(
+            attention.prefill.spec,
+            capabilities=replace(attention.prefill.spec.capabilities, needs_finite_tail=False),
+        ),
+    )
+    decisions.attention = replace(attention, prefill=reads_none, decode=reads_none)
+    assert not startup.make_setup(decisions).clears_blocks
 
 
 def test_the_plugins_of_triton_kernels_need_no_warm_up() -> None:

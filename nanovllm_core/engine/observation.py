@@ -79,7 +79,9 @@ class Observation:
             num_free_blocks=stats.free_blocks,
             num_blocks=stats.blocks,
         )
-        self._collected = now if num_in_flight else None
+        # A step in flight without requests is collected with the next ones, after any pause.
+        is_busy = num_in_flight and stats.running + stats.waiting
+        self._collected = now if is_busy else None
         self._tell("on_step", record)
 
     def observe_request(self, request: Request) -> None:

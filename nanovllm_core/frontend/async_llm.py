@@ -58,6 +58,8 @@ class AsyncLLM(Door):
         loop = asyncio.get_running_loop()
         mailbox = self._mailboxes.get(loop)
         if mailbox is None:
+            for closed in [one for one in self._mailboxes if one.is_closed()]:
+                self._mailboxes.pop(closed).close()  # Its streams can no longer end.
             mailbox = self._mailboxes[loop] = LoopMailbox(self._client, loop)
         try:
             answers = mailbox.add(request)

@@ -38,7 +38,8 @@ class WorkerSetup:
     `fit`: an executor may offer less, by `WorkerInfo.max_model_len`. `prompt_graph_sizes`: the
     numbers of prompt tokens that steps are padded to, and captured with where `cuda_graphs` is set,
     increasing; empty where the prefill backend cannot be captured. `needs_warm_up`: whether a step
-    must run before it is captured; see `PluginSpec`.
+    must run before it is captured; see `PluginSpec`. `clears_blocks`: whether a block is zeroed for
+    each new owner, for an attention backend `needs_finite_tail`.
     """
 
     config: EngineConfig
@@ -59,6 +60,7 @@ class WorkerSetup:
     cuda_graphs: bool
     prompt_graph_sizes: tuple[int, ...] = ()
     needs_warm_up: bool = True
+    clears_blocks: bool = True
 
 
 class Executor(ABC):

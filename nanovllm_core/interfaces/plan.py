@@ -170,6 +170,14 @@ class StepPlan(ArrayEquality):
         """Query tokens of the step, which the token budget bounds."""
         return self.num_decode + sum(chunk.length for chunk in self.prefill)
 
+    def new_blocks(self, block_size: int) -> NDArray[np.int32]:
+        """The ids of the blocks, int32 [n], that get a new owner: all but those of prefix hits."""
+        parts = [np.zeros(0, np.int32) if self.appends is None else self.appends[:, 3]]
+        for one in self.admissions:
+            ids = one.block_ids[:, -(-one.num_computed // block_size) :]
+            parts.append(ids[ids >= 0])
+        return np.concatenate(parts)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenMasks(ArrayEquality):

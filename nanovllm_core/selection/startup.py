@@ -128,6 +128,10 @@ def make_setup(decisions: Decisions) -> WorkerSetup:
         needs_warm_up=any(
             decisions.plugins.spec(one.kind, one.name).needs_warm_up for one in in_steps
         ),
+        clears_blocks=any(
+            one.spec.capabilities.needs_finite_tail
+            for one in (decisions.attention.prefill, decisions.attention.decode)
+        ),
     )
 
 

@@ -90,6 +90,10 @@ class PagedAttention:
         self.cache = self.layout.allocate(num_blocks, self._device)
         self._layers: Sequence[LayerCache] = self.layout.split(self.cache)
 
+    def clear_blocks(self, block_ids: Tensor) -> None:
+        """Make blocks zeros behind all steps so far: the owner before may have left a NaN there."""
+        self.cache.index_fill_(2, block_ids.long(), 0)
+
     def captured_tensors(self) -> Mapping[str, Tensor]:
         """The tensors that captured kernels read and no graph owns, by name."""
         return {"kv_cache": self.cache} | {

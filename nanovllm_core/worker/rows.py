@@ -271,7 +271,7 @@ class StagingRing:
     """Host-to-device copies of int32 arrays that never wait for the device.
 
     Pinned buffers are used in turn, each guarded by an event, so that none is written again while
-    its copy is in flight. A step takes at most two of them.
+    its copy is in flight. A step takes at most three of them.
     """
 
     def __init__(self, device: torch.device, num_slots: int) -> None:

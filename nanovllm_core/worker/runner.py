@@ -77,7 +77,8 @@ class ModelRunner:
         self.ops = get_row_ops(device)
         self.sampling = StepSampler(setup, kernels, model, self.tables, self.ops, tp)
         self._updates = RowUpdates(self.tables)
-        self._staging = StagingRing(device, num_slots=2 * (config.steps_ahead + 2))
+        self._staging = StagingRing(device, num_slots=3 * (config.steps_ahead + 2))
+        self._clears_blocks = setup.clears_blocks
         self.keys = (*map(StepKey.decode, self.bucket_sizes), *self._mixed_keys)
         self.prompt_sizes = tuple(sorted({key.num_tokens for key in self._mixed_keys}))
         num_tokens = max(key.total_tokens for key in self.keys)
@@ -172,6 +173,9 @@ class ModelRunner:
             self.sampling.admit(admission)
         if plan.appends is not None:
             self._updates.append_blocks(plan.appends)
+        if self._clears_blocks and (plan.admissions or plan.appends is not None):
+            new_blocks = plan.new_blocks(self.attention.layout.block_size)
+            self.attention.clear_blocks(self._staging.copy(new_blocks))
         if plan.decode_rows is not None:
             self._epoch = plan.epoch
             self._set_active(plan.decode_rows)

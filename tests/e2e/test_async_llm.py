@@ -207,6 +207,17 @@ def test_a_cancelled_task_aborts_its_request_and_frees_its_blocks(
     asyncio.run(main())
 
 
+def test_a_loop_that_was_closed_with_an_open_stream_is_forgotten(llm: AsyncLLM) -> None:
+    """With the next loop's first request; its own stream can run no code any more."""
+    loop = asyncio.new_event_loop()
+    stream = llm.generate(PROMPTS[0], greedy(max_tokens=400, ignore_eos=True))
+    loop.run_until_complete(anext(stream))
+    loop.close()
+    assert len(llm._mailboxes) == 1
+    assert asyncio.run(tokens(llm, PROMPTS[0], greedy()))
+    assert not llm._mailboxes
+
+
 def test_what_is_refused_harms_only_its_task(llm: AsyncLLM) -> None:
     async def main() -> list[Any]:
         wrong = [

@@ -14,6 +14,24 @@ from .tiny import Reference, open_tiny
 PROMPT = [(11 * i) % 97 for i in range(40)]
 
 
+def test_a_block_keeps_no_nan_of_the_request_that_had_it_before(tiny: Path) -> None:
+    """Such as one whose activations overflow: sdpa reads a block's unused tail, and 0 * NaN is NaN.
+
+    Cached prefixes stay as they are.
+    """
+    params = SamplingParams(temperature=0, max_tokens=20, logprobs=0, ignore_eos=True)
+    prompts = [PROMPT, PROMPT[7:]]
+    with open_tiny(tiny) as llm:
+        expected = [output.token_ids for output in llm.generate(prompts, params)]
+        llm.reset_prefix_cache()
+        cache = llm.engine._executor._worker._runner.attention.cache  # type: ignore[attr-defined]
+        cache.fill_(float("nan"))
+        for finds_prefixes in (False, True):
+            outputs = llm.generate(prompts, params)
+            assert [output.token_ids for output in outputs] == expected
+            assert (outputs[0].num_cached_tokens > 0) == finds_prefixes
+
+
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [("float32", 1e-4), ("float16", 0.05), ("bfloat16", 0.4)]
 )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import xxhash
 
 from nanovllm_core.engine.block_pool import NO_BLOCK, BlockPool
 from nanovllm_core.errors import InconsistentStateError
@@ -177,6 +179,17 @@ def test_a_salt_keeps_prefixes_apart() -> None:
         harness.run()
     assert [harness.finished[name, 0].num_cached_tokens for name in "abc"] == [0, 0, 8]
     assert harness.engine.stats.prefix_hit_tokens == 8
+
+
+def test_no_salt_names_the_blocks_behind_those_of_another() -> None:
+    """Else a salt that spells a digest and ids stands for a prompt that begins with them."""
+    harness = Harness(Setting(block_size=4))
+    harness.add("a", range(9), cache_salt=b"x")
+    harness.run()
+    for root in (xxhash.xxh3_128_digest(b"x"), xxhash.xxh3_128_digest(b"x", seed=1)):
+        spelt = root + np.arange(4, dtype=np.int32).tobytes()
+        harness.add(f"b{root[0]}", range(4, 9), cache_salt=spelt)
+        assert harness.run()[f"b{root[0]}", 0].num_cached_tokens == 0
 
 
 def test_blocks_filled_while_decoding_are_found_again() -> None:

@@ -31,7 +31,7 @@ def test_seconds_run_from_the_step_before_or_from_the_call_after_a_pause(
     planned = harness.engine._in_flight[0]
     stats = harness.engine.stats
     # (the call began, the step was taken in, steps in flight behind it)
-    calls = ((10.0, 11.0, 1), (11.5, 13.0, 1), (13.5, 14.0, 0), (90.0, 92.0, 0))
+    calls = ((10.0, 11.0, 1), (11.5, 13.0, 1), (13.5, 14.0, 0), (90.0, 92.0, 0), (95.0, 96.0, 1))
     for began, now, in_flight in calls:
         monkeypatch.setattr(observation, "perf_counter", lambda now=now: now)
         stats = replace(
@@ -41,13 +41,18 @@ def test_seconds_run_from_the_step_before_or_from_the_call_after_a_pause(
             preemptions=stats.preemptions + 4,
         )
         made.observe(stats, planned, in_flight, began)
-    assert [record.step for record in keep.records] == [1, 2, 3, 4]
-    assert [record.seconds for record in keep.records] == [1.0, 2.0, 1.0, 2.0]
-    assert [record.num_output_tokens for record in keep.records] == [2, 2, 2, 2]
-    assert [record.num_finished for record in keep.records] == [3, 3, 3, 3]
-    assert [record.num_preempted for record in keep.records] == [4, 4, 4, 4]
-    assert [record.num_in_flight for record in keep.records] == [1, 1, 0, 0]
-    assert [record.num_prefill_tokens for record in keep.records] == [3, 3, 3, 3]
+    # The step in flight is of a request that has ended: it is collected with the next one's.
+    monkeypatch.setattr(observation, "perf_counter", lambda: 97.0)
+    made.observe(replace(stats, running=0, waiting=0), planned, 1, 96.5)
+    monkeypatch.setattr(observation, "perf_counter", lambda: 200.0)
+    made.observe(stats, planned, 1, 199.0)
+    assert [record.step for record in keep.records] == [1, 2, 3, 4, 5, 6, 7]
+    assert [record.seconds for record in keep.records] == [1.0, 2.0, 1.0, 2.0, 1.0, 1.0, 1.0]
+    assert [record.num_output_tokens for record in keep.records] == [2, 2, 2, 2, 2, 0, 0]
+    assert [record.num_finished for record in keep.records] == [3, 3, 3, 3, 3, 0, 0]
+    assert [record.num_preempted for record in keep.records] == [4, 4, 4, 4, 4, 0, 0]
+    assert [record.num_in_flight for record in keep.records] == [1, 1, 0, 0, 1, 1, 1]
+    assert [record.num_prefill_tokens for record in keep.records] == [3] * 7
 
 
 class Fails(StepObserver):

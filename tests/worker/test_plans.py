@@ -98,6 +98,22 @@ def received(original: Any) -> Any:
     return pickle.loads(pickle.dumps(original))
 
 
+def test_new_blocks_are_all_but_those_of_prefix_hits_and_behind_a_window() -> None:
+    """Of admissions those behind the computed tokens, of every group, and what rows append."""
+    admission = Admission(
+        row=0, token_ids=np.arange(40, dtype=np.int32), num_prompt_tokens=40, num_computed=32,
+        block_ids=np.array([[3, 4, 5], [-1, 6, 7]], np.int32), max_length=50,
+        sampling=RowSampling(),
+    )  # fmt: skip
+    plan = StepPlan(
+        admissions=(admission,), appends=np.array([[1, 0, 2, 8], [2, 1, 0, 9]], np.int32)
+    )
+    assert plan.new_blocks(16).tolist() == [8, 9, 5, 7]
+    fresh = replace(admission, num_computed=0)
+    assert StepPlan(admissions=(fresh,)).new_blocks(16).tolist() == [3, 4, 5, 6, 7]
+    assert StepPlan().new_blocks(16).tolist() == []
+
+
 @given(original=plans | results | masks)
 @QUICK
 def test_plans_and_results_survive_pickle(original: ArrayEquality) -> None:

@@ -65,13 +65,13 @@ def plan_kernel(
     The chunk is the context per item that makes `wave_items` items, clamped to [min, max]_chunk,
     and raised where that would make more than `max_items` (+ 1 per row). The longest row bounds it
     too: merging a part takes as long as MERGE_COST tokens of a chunk, so with chunks of the root of
-    the row's tokens times that, both take the same time, and together the least. ONE_WAVE: where no more
-    rows than `resident_items` have tokens, it is the shortest that makes at most so many items, for
-    the programs of one more would begin when others have ended. SECOND_WAVE above 0: the tokens
-    that another start of a program costs; where rows are so unequal that half as many items more,
-    of shorter chunks, end sooner all the same, there are as many. Chunks are whole tiles, and a
-    row's chunks are of equal length. A WINDOW above 0 leaves out the tiles of which a row's query,
-    the last of its tokens, sees nothing: they make no work and no item.
+    the row's tokens times that, both take the same time, and together the least. ONE_WAVE: where no
+    more rows than `resident_items` have tokens, it is the shortest that makes at most so many
+    items, for the programs of one more would begin when others have ended. SECOND_WAVE above 0: the
+    tokens that another start of a program costs; where rows are so unequal that half as many items
+    more, of shorter chunks, end sooner all the same, there are as many. Chunks are whole tiles, and
+    a row's chunks are of equal length. A WINDOW above 0 leaves out the tiles of which a row's
+    query, the last of its tokens, sees nothing: they make no work and no item.
 
     Items are in the order of their rows; LONGEST_FIRST, and where there is a second wave, in that
     of the rows' lengths, for the last programs to begin are then the shortest, and end at about

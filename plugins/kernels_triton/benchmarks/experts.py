@@ -263,9 +263,7 @@ def measure(call: Callable[[int], object]) -> float:
     call(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(
-        graph, capture_error_mode="relaxed"
-    ):
+    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
         for index in range(CALLS):
             call(index)
     graph.replay()
@@ -345,9 +343,7 @@ def measure_plans(case: Case) -> list[dict[str, Any]]:
 def compile_all(cases: Sequence[Case], with_plans: bool) -> None:
     """By threads, in a capture that is thrown away: kernels of an earlier model would run there."""
     graph = torch.cuda.CUDAGraph()
-    with TritonKernels().compile_ahead(), torch.cuda.graph(
-        graph, capture_error_mode="relaxed"
-    ):
+    with TritonKernels().compile_ahead(), torch.cuda.graph(graph, capture_error_mode="relaxed"):
         for case in cases:
             case.routed(0)
             for plan in plans_of(case, with_plans):
