@@ -66,7 +66,7 @@ class AsyncLLM(Door):
             while left:
                 if not answers.pending:
                     await answers.wait()
-                answer = answers.pending.popleft()
+                answer = answers.take()
                 if not isinstance(answer, OutputDelta):
                     raise answer.error
                 output = streams[answer.index].push(answer)
@@ -91,22 +91,32 @@ class Answers:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.pending: deque[OutputDelta | Refused | Ended] = deque()
+        self._newest: dict[int, OutputDelta] = {}
+        """By sample, the delta among them."""
         self._loop = loop
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, answer: OutputDelta | Refused | Ended) -> None:
-        """Keep an answer; a delta goes to an untaken one of the same sample, if that is the last.
+        """Keep an answer; a delta joins the untaken one of its sample, if there is one.
 
         So a slow task takes fewer and larger deltas.
         """
-        last = self.pending[-1] if self.pending else None
-        match last, answer:
-            case OutputDelta(), OutputDelta() if last.index == answer.index:
-                last.extend(answer)
-            case _:
-                self.pending.append(answer)
+        if not isinstance(answer, OutputDelta):
+            self.pending.append(answer)
+        elif (newest := self._newest.get(answer.index)) is not None:
+            newest.extend(answer)
+        else:
+            self.pending.append(answer)
+            self._newest[answer.index] = answer
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def take(self) -> OutputDelta | Refused | Ended:
+        """The oldest answer that was not taken yet; there must be one."""
+        answer = self.pending.popleft()
+        if isinstance(answer, OutputDelta):
+            del self._newest[answer.index]
+        return answer
 
     def wait(self) -> asyncio.Future[None]:
         """Done when the next answer has come."""

@@ -127,7 +127,7 @@ def test_a_task_that_does_not_wait_is_not_woken(llm: AsyncLLM) -> None:
                 if not answers.pending:
                     await answers.wait()
                 taken.append(len(answers.pending))
-                answers.pending.popleft()
+                answers.take()
 
         task = asyncio.create_task(take())
         await asyncio.sleep(0)
@@ -140,29 +140,40 @@ def test_a_task_that_does_not_wait_is_not_woken(llm: AsyncLLM) -> None:
 
 
 def test_deltas_that_nobody_has_taken_are_joined() -> None:
-    """A slow task takes all ids of a sample at once, with the reason of the last delta."""
+    """A slow task takes all ids of a sample at once, with the reason of the last delta.
+
+    Samples of one request come in turn; each has a delta of its own.
+    """
     loop = asyncio.new_event_loop()
     try:
         answers = Answers(loop)
-        for index in range(4):
+
+        def put(token: int, sample: int) -> None:
             answers.put(
                 OutputDelta(
                     request_id="a",
-                    index=0,
-                    new_token_ids=[index],
-                    new_logprobs=[TokenLogprobs(-float(index), ())],
-                    finish_reason="length" if index == 3 else None,
+                    index=sample,
+                    new_token_ids=[10 * sample + token],
+                    new_logprobs=[TokenLogprobs(-float(token), ())],
+                    finish_reason="length" if token == 3 else None,
                 )
             )
+
+        for token in range(4):
+            put(token, 0)
+            put(token, 1)
+        first = answers.take()
+        put(4, 0)
         answers.put(Ended(EngineClosedError("closed")))
     finally:
         loop.close()
-    joined, ended = answers.pending
-    assert isinstance(joined, OutputDelta)
+    second, third, ended = answers.pending
     assert isinstance(ended, Ended)
-    assert joined.new_token_ids == [0, 1, 2, 3]
-    assert [entry.token_logprob for entry in joined.new_logprobs or ()] == [0, -1, -2, -3]
-    assert joined.finish_reason == "length"
+    for delta, ids in ((first, [0, 1, 2, 3]), (second, [10, 11, 12, 13]), (third, [4])):
+        assert isinstance(delta, OutputDelta)
+        assert delta.new_token_ids == ids
+        assert len(delta.new_logprobs or ()) == len(ids)
+        assert delta.finish_reason == ("length" if len(ids) == 4 else None)
 
 
 @pytest.mark.parametrize("stop", [(), ("no such text",)], ids=["ids", "text"])
