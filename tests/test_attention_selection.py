@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
+from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
 
 from nanovllm_core.config.settings import EngineConfig
+from nanovllm_core.diagnostics.status import plugin_statuses, typical_requirements
 from nanovllm_core.errors import ConfigError, PluginLoadError, UnsupportedError
 from nanovllm_core.interfaces.attention import AttentionCapabilities, AttentionRequirements
 from nanovllm_core.registry.discovery import install_command
@@ -113,7 +115,7 @@ class Options(BaseModel):
 @hookimpl
 def nanovllm_attention():
     return [AttentionSpec(
-        name="NAME", impl="x:Y", contract=2, options=Options, rank=lambda requirements: RANK,
+        name="NAME", impl="json:loads", contract=2, options=Options, rank=lambda requirements: RANK,
         capabilities=AttentionCapabilities(
             devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), gqa=True, MORE
         ),
@@ -148,10 +150,13 @@ def backend(install: Install) -> Backend:
     return make
 
 
-def select(attention: object, *others: dict[str, Any], **asked: Any) -> Selection:
+def select(
+    attention: object, *others: dict[str, Any], disable: Iterable[str] = (), **asked: Any
+) -> Selection:
     """Choose among the fake backends only. Each of `others` is what one more layer asks."""
-    real = {p.distribution for p in get_plugin_manager().installed() if p.kind == "attention"}
-    manager = get_plugin_manager(disable=[name for name in real if not name.startswith("fake-")])
+    found = entry_points(group="nanovllm.attention")
+    fakes = [entry for entry in found if entry.dist and entry.dist.name.startswith("fake-")]
+    manager = get_plugin_manager(disable, fakes)
     requirements = {"device": "cpu", "dtype": "float32", "cuda_graphs": False} | asked
     return select_attention(
         manager,
@@ -186,11 +191,11 @@ def test_layers_share_a_layout_that_suits_all_of_them(backend: Backend) -> None:
     backend(
         "by_heads",
         rank="requirements.num_heads",
-        layouts="[('NPKD', requirements.num_heads), ('NPKD', 24)]",
+        layouts="[('NPKD', requirements.num_heads), ('NPKD', 64)]",
     )
-    alone, both = select("by_heads"), select("by_heads", {"num_heads": 6})
+    alone, both = select("by_heads"), select("by_heads", {"num_heads": 16})
     assert (alone.layout.block_multiple, alone.decode.rank) == (8, 8)
-    assert (both.layout.block_multiple, both.decode.rank) == (24, 6)
+    assert (both.layout.block_multiple, both.decode.rank) == (64, 8)
 
 
 @pytest.mark.parametrize(
@@ -314,21 +319,13 @@ def test_a_backend_that_fails_while_asked_is_named(backend: Backend) -> None:
 @pytest.mark.parametrize(
     ("layouts", "block_size"),
     [("[('NPKD', 1)]", 16), ("[('NPKD', 16)]", 16), ("[('NPKD', 64), ('NPKD', 16)]", 64),
-     ("[('NPKD', 24)]", 24), ("[('NPKD', 6)]", 18)],
+     ("[('NPKD', 256)]", 256), ("[('NPKD', 8)]", 16)],
 )  # fmt: skip
 def test_the_block_is_the_first_layouts_multiple_and_16_at_least(
     backend: Backend, layouts: str, block_size: int
 ) -> None:
     backend("x", layouts=layouts)
     assert select("x").block_size == block_size
-
-
-def test_a_pair_takes_the_decode_backends_first_layout_that_both_read(backend: Backend) -> None:
-    backend("reader", layouts="[('NPKD', 96), ('OTHER', 8)]")
-    backend("writer", layouts="[('NONE', 4), ('OTHER', 32), ('NPKD', 64)]")
-    selection = select({"prefill": "reader", "decode": "writer"})
-    assert (selection.layout.name, selection.layout.block_multiple) == ("OTHER", 32)
-    assert selection.block_size == 32
 
 
 @pytest.mark.parametrize(
@@ -344,20 +341,6 @@ def test_a_block_that_both_of_a_pair_list_comes_first(
     assert select({"prefill": "reader", "decode": "writer"}).block_size == block_size
 
 
-def test_the_blocks_of_a_pair_suit_both(backend: Backend) -> None:
-    backend("reader", layouts="[('NPKD', 96)]")
-    backend("writer", layouts="[('NPKD', 64)]")
-    assert select({"prefill": "reader", "decode": "writer"}).block_size == 192
-
-
-def test_a_pair_without_a_common_layout_prints_both_lists(backend: Backend) -> None:
-    backend("reader", layouts="[('A', 16)]")
-    backend("writer", layouts="[('B', 32), ('C', 64)]")
-    with pytest.raises(UnsupportedError) as caught:
-        select({"prefill": "reader", "decode": "writer"})
-    assert "decode writer reads B by 32, C by 64, prefill reader reads A by 16" in str(caught.value)
-
-
 def test_a_given_block_size_is_kept(backend: Backend) -> None:
     backend("x", layouts="[('NPKD', 128), ('NPKD', 16)]")
     selection = select("x", block_size=64)
@@ -367,17 +350,97 @@ def test_a_given_block_size_is_kept(backend: Backend) -> None:
 def test_a_block_size_that_a_backend_cannot_use_is_refused_with_the_numbers(
     backend: Backend,
 ) -> None:
-    backend("x", layouts="[('NPKD', 64), ('NPKD', 48)]")
-    with pytest.raises(UnsupportedError, match="block_size 32, only multiples of 48, 64"):
+    backend("x", layouts="[('NPKD', 64), ('NPKD', 128)]")
+    with pytest.raises(UnsupportedError, match="block_size 32, only multiples of 64, 128"):
         select("x", block_size=32)
 
 
-def test_a_block_size_that_suits_each_but_not_both_is_refused_with_the_numbers(
-    backend: Backend,
+def test_a_block_size_that_suits_each_suits_both(backend: Backend) -> None:
+    """Block multiples are powers of two, so that the larger of two suits both."""
+    backend("reader", layouts="[('NPKD', 16), ('NPKD', 128)]")
+    backend("writer", layouts="[('NPKD', 256), ('NPKD', 64)]")
+    pair = {"prefill": "reader", "decode": "writer"}
+    assert (select(pair).block_size, select(pair, block_size=64).block_size) == (256, 64)
+    with pytest.raises(UnsupportedError, match="block_size 32, only multiples of 64, 256"):
+        select(pair, block_size=32)
+
+
+WRONG_ANSWERS = [
+    ({"rank": "None"}, "rank gave None, not an integer"),
+    ({"rank": "'high'"}, "rank gave 'high', not an integer"),
+    ({"rank": "float('nan')"}, "rank gave nan, not an integer"),
+    ({"rank": "True"}, "rank gave True, not an integer"),
+    ({"check": "lambda requirements, options: [1]"}, "check gave [1], not a list of texts"),
+    ({"check": "lambda requirements, options: 'never'"}, "check gave 'never', not a list of texts"),
+    ({"check": "lambda requirements, options: None"}, "check gave None, not a list of texts"),
+    ({"layouts": "[('banana', 16)]"}, "name 'banana' of a KVLayout is none of NPKD"),
+    *(
+        ({"layouts": f"[('NPKD', {n})]"}, f"block_multiple {n} of a KVLayout is none of 1, 2, 4, 8")
+        for n in ("-16", "0", "20", "512", "'16'", "True")
+    ),
+    ({"layouts": "[]"}, "kv_layouts gave [], not a list of one KVLayout or more"),
+    ({"layouts": "5"}, "failed while it was asked what it supports: TypeError"),
+    ({"provider": "lambda options: 1 / 0"}, "failed while it was asked what it supports: ZeroD"),
+]
+"""What a plugin states, and what is said of it."""
+
+
+@pytest.mark.parametrize(("stated", "said"), WRONG_ANSWERS)
+def test_a_wrong_answer_is_an_error_where_the_backend_is_named_and_it_is_broken_in_a_listing(
+    backend: Backend, stated: dict[str, str], said: str
 ) -> None:
-    backend("reader", layouts="[('A', 16), ('B', 64)]")
-    backend("writer", layouts="[('A', 64), ('C', 16)]")
-    with pytest.raises(ConfigError) as caught:
-        select({"prefill": "reader", "decode": "writer"}, block_size=32)
-    assert "cache.block_size: 32" in str(caught.value)
-    assert "need a multiple of 64" in str(caught.value)
+    backend("odd", **stated)
+    with pytest.raises(PluginLoadError) as caught:
+        select("odd")
+    assert str(caught.value).startswith("attention 'odd' (fake-odd 1.2.3)")
+    assert said in str(caught.value)
+    statuses = plugin_statuses(get_plugin_manager(), typical_requirements("cpu", None), "attention")
+    [status] = [status for status in statuses if status.plugin.name == "odd"]
+    assert status.state == "broken"
+    assert said in status.reasons[0]
+
+
+@pytest.mark.parametrize(("stated", "said"), WRONG_ANSWERS[:-1])
+def test_auto_passes_over_a_backend_that_answers_wrongly(
+    backend: Backend, stated: dict[str, str], said: str
+) -> None:
+    backend("odd", **({"rank": "9"} | stated))
+    backend("sound", rank=1)
+    selection = select("auto")
+    assert selection.decode.name == "sound"
+    [line] = [line for line in selection.report if line.startswith("attention auto, decode: not")]
+    assert line.startswith("attention auto, decode: not odd: attention 'odd' (fake-odd 1.2.3)")
+    assert said in line
+
+
+def test_layouts_of_another_type_are_told(backend: Backend, install: Install) -> None:
+    """A list of the names in the place of KVLayout objects."""
+    source = SOURCE.replace("[KVLayout(name, n) for name, n in LAYOUTS]", "['NPKD']")
+    for key, value in {"NAME": "odd", "RANK": "0", "CHECK": "lambda requirements, options: []",
+                       "PROVIDER": "None", "MORE": ""}.items():  # fmt: skip
+        source = source.replace(key, value)
+    install("fake-odd", {"nanovllm.attention": {"odd": "fake_names"}}, {"fake_names": source})
+    with pytest.raises(PluginLoadError, match=r"'odd' .*: kv_layouts gave \['NPKD'\], not a list"):
+        select("odd")
+
+
+def test_a_backend_that_refuses_its_options_is_no_alternative_to_itself(backend: Backend) -> None:
+    """Asked with its default options it could serve."""
+    backend("x", check="lambda requirements, options: ['big'] if options.tile > 3 else []")
+    with pytest.raises(UnsupportedError, match=r"big\. No other installed one can"):
+        select({"backend": "x", "options": {"tile": 4}})
+    backend("steady")
+    with pytest.raises(UnsupportedError, match=r"big\. These can: steady$"):
+        select({"backend": "x", "options": {"tile": 4}})
+
+
+def test_auto_with_all_disabled_says_so_and_names_them(backend: Backend) -> None:
+    backend("a")
+    backend("b")
+    with pytest.raises(UnsupportedError) as caught:
+        select("auto", disable=["a", "attention:b"])
+    assert str(caught.value).endswith(
+        "All are disabled; of those disabled, take one out of plugins.disable: a, b"
+    )
+    with pytest.raises(UnsupportedError, match=r"^no .* a: does not .*; of those disabled, .*: b"):
+        select("auto", disable=["b"], dtype="float16")

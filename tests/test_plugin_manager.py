@@ -297,6 +297,22 @@ def test_an_unknown_hook_says_which_one_was_meant(install: Install, hook: str, h
         ("attention", "attention", "AttentionSpec(name='x', impl='x:X', contract=2,"
          " kv_layouts=None, capabilities=AttentionCapabilities(dtypes={'float32'},"
          " devices={'cpu'}, cuda_graphs='all'))", "graphs 'all' is none of none, decode, full"),
+        *(("attention", "attention", "AttentionSpec(name='x', impl='x:X', contract=2,"
+           f" kv_layouts=len, capabilities=AttentionCapabilities(**({able})))", said)
+          for able, said in (
+              ("dict(devices={'cpu'}, dtypes=None)", "capabilities.dtypes None is not a set of"),
+              ("dict(devices='cpu', dtypes={'float32'})", "capabilities.devices 'cpu' is not a"),
+              ("dict(devices={1}, dtypes={'float32'})", "devices .1. is not a set of torch"),
+              ("dict(devices=set(), dtypes=set(), phases='decode')", "phases 'decode' is not a"),
+              ("dict(devices=set(), dtypes=set(), head_sizes=64)", "head_sizes 64 is neither None"),
+              ("dict(devices=set(), dtypes=set(), head_sizes={'64'})", "{'64'} is neither None"),
+              ("dict(devices=set(), dtypes=set(), max_compute_capability=9)", "9 is neither None"),
+          )),
+        *(("attention", "attention", "AttentionSpec(name='x', impl='x:X', contract=2,"
+           " capabilities=AttentionCapabilities(devices=set(), dtypes=set()),"
+           f" **(dict(kv_layouts=len) | dict({field}=7)))", f"{field} 7 is {said}")
+          for field, said in (("kv_layouts", "not a function"), ("check", "not a function"),
+                              ("rank", "not a function"), ("provider", "neither None nor a fun"))),
         ("sampler", "samplers", "SamplerSpec(name='x', impl='x:X', contract=1, devices='cuda')",
          "devices 'cuda' is not a set of torch's device types"),
         ("kernels", "kernels", "KernelSetSpec(name='x', impl='x:X', contract=4, devices=None)",

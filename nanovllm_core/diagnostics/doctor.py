@@ -7,11 +7,23 @@ nothing. The plugins' own checks come through the hook `nanovllm_doctor`.
 from __future__ import annotations
 
 import platform
+import re
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from importlib.metadata import Distribution, EntryPoint, distributions
+from contextlib import suppress
+from importlib.metadata import (
+    Distribution,
+    EntryPoint,
+    PackageNotFoundError,
+    distributions,
+    requires,
+)
 from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+from pluggy import PluginValidationError
 
 from nanovllm_core import __version__
 from nanovllm_core.config.sources import load_config
@@ -31,6 +43,7 @@ from nanovllm_core.registry.discovery import (
     COMMAND_PARENTS,
     GROUP_PREFIX,
     SUITE_GROUP,
+    InstalledPlugin,
     install_one,
     known_groups,
 )
@@ -241,13 +254,9 @@ def check_plugin(manager: PluginManager, status: PluginStatus) -> DoctorCheck:
     """One plugin: does its light module load, can it run here, is its code importable."""
     plugin = status.plugin
     label = f"{plugin.kind} {plugin.name}"
-    remedy = (
-        f"install a version of {plugin.distribution} that fits {CORE} {__version__}, or uninstall "
-        f"it; if it is yours: nanovllm plugins validate {plugin.name}"
-    )
-    if status.state != "ready":
-        detail = f"{status.state}: {'; '.join(status.reasons)}"
-        return DoctorCheck(label, False, detail, remedy if status.state == "broken" else "")
+    said = f"{status.state}: {'; '.join(status.reasons)}"
+    if status.state in ("unsupported", "disabled"):
+        return DoctorCheck(label, False, said)
     contract = ""
     try:
         if plugin.kind == EXTENSION:
@@ -259,9 +268,48 @@ def check_plugin(manager: PluginManager, status: PluginStatus) -> DoctorCheck:
             load_object(spec.impl)
             contract = f"contract {spec.contract}; "
     except PluginError as error:
-        return DoctorCheck(label, False, str(error), remedy)
+        detail = said if status.state == "broken" else str(error)
+        return DoctorCheck(label, False, detail, _remedy(plugin, error))
+    if status.state == "broken":  # it loads, and answers wrongly
+        return DoctorCheck(label, False, said, _repair(plugin))
     who = f"{plugin.distribution} {plugin.version}"
     return DoctorCheck(label, True, f"{who}; {contract}{status.note}")
+
+
+def _remedy(plugin: InstalledPlugin, error: PluginError) -> str:
+    """What to do about a plugin that cannot be loaded, by the cause."""
+    cause = error.__cause__
+    module = (cause.name or "") if isinstance(cause, ImportError) else ""
+    package = module.partition(".")[0]
+    ours = CORE.replace("-", "_")
+    own = re.split(r"[.:]", plugin.entry_point)[0]
+    if isinstance(cause, ModuleNotFoundError) and package not in ("", ours, own):
+        return f"{_install(plugin.distribution, package)}, or uninstall {plugin.distribution}"
+    if cause is None or package == ours or isinstance(cause, PluginValidationError):
+        return (
+            f"install a version of {plugin.distribution} that fits {CORE} {__version__}, or "
+            f"uninstall it; if it is yours: nanovllm plugins validate {plugin.name}"
+        )
+    return _repair(plugin)
+
+
+def _repair(plugin: InstalledPlugin) -> str:
+    return (
+        f"reinstall, repair or uninstall {plugin.distribution}; if it is yours: "
+        f"nanovllm plugins validate {plugin.name}"
+    )
+
+
+def _install(owner: str, package: str) -> str:
+    """How to install a package that a distribution lacks: by its extra or what it requires."""
+    name = canonicalize_name(package)
+    with suppress(PackageNotFoundError, InvalidRequirement):
+        for line in requires(owner) or ():
+            if f"{canonicalize_name(Requirement(line).name)}-".startswith(f"{name}-"):
+                extra = re.search(r"""extra == ['"]([^'"]+)""", line)
+                wanted = f"{owner}[{extra[1]}]" if extra else line.partition(";")[0].strip()
+                return f'pip install "{wanted}"'
+    return f"install {package!r}, which {owner} imports"
 
 
 def check_defaults(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from numbers import Integral
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -414,5 +415,11 @@ class _ValuesView(Sequence[RequestView]):
     def __iter__(self) -> Iterator[RequestView]:
         return iter(self._requests.values())
 
-    def __getitem__(self, index: int) -> RequestView:  # type: ignore[override]  # no slices
-        return next(islice(self._requests.values(), range(len(self))[index], None))
+    def __getitem__(self, index: Any) -> Any:
+        """The view at an index, or a tuple of those of a slice."""
+        places: int | range = range(len(self))[index]
+        if isinstance(places, int):
+            return next(islice(self._requests.values(), places, None))
+        if places.step < 0:
+            return tuple(self)[index]
+        return tuple(islice(self._requests.values(), places.start, places.stop, places.step))

@@ -53,6 +53,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from nanovllm_core.errors import shown
+
 if TYPE_CHECKING:
     import torch
     from pydantic import BaseModel
@@ -63,6 +65,9 @@ if TYPE_CHECKING:
 
 Phase = Literal["prefill", "decode"]
 GraphSupport = Literal["none", "decode", "full"]
+LAYOUTS = ("NPKD",)
+BLOCK_MULTIPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""What block sizes, 16 to 256, can be multiples of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,11 +127,19 @@ class KVLayout:
     """One way to lay out KV blocks that a backend can read.
 
     `name` "NPKD": K and V are tensors `[N, P, K, D]`, D contiguous; those of a latent group share
-    memory. The block size must be a multiple of `block_multiple` tokens.
+    memory. The block size must be a multiple of `block_multiple` tokens, a power of 2 up to 256.
+    Raises ValueError for any other name or multiple.
     """
 
     name: Literal["NPKD"]
     block_multiple: int
+
+    def __post_init__(self) -> None:
+        for field, allowed in (("name", LAYOUTS), ("block_multiple", BLOCK_MULTIPLES)):
+            value = getattr(self, field)
+            if type(value) is not type(allowed[0]) or value not in allowed:
+                choices = ", ".join(map(str, allowed))
+                raise ValueError(f"{field} {shown(value)} of a KVLayout is none of {choices}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

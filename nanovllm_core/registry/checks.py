@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from types import ModuleType
 from typing import Any, get_args, get_type_hints
@@ -109,13 +109,46 @@ def check_spec(
         raise load_error(plugin, problem)
 
 
-_FIELDS: tuple[tuple[type[PluginSpec], str, Any, str], ...] = (
-    (AttentionSpec, "capabilities", AttentionCapabilities, "AttentionCapabilities"),
-    (DeviceSpec, "devices", Set, "a set of torch's device types, such as {'cuda'}"),
-    (KernelSetSpec, "dtypes", Set, "a set of names, such as {'bfloat16'}"),
-    (KernelSetSpec, "rank", int, "an integer"),
+def _set_of(kind: type) -> Callable[[object], bool]:
+    return lambda found: isinstance(found, Set) and all(isinstance(one, kind) for one in found)
+
+
+def _is_pair(found: object) -> bool:
+    return found is None or (isinstance(found, tuple) and [*map(type, found)] == [int, int])
+
+
+_NAMES, _WHOLES = _set_of(str), _set_of(int)
+_DEVICES = "not a set of torch's device types, such as {'cuda'}"
+_DTYPES = "not a set of names, such as {'bfloat16'}"
+_SIZES = "neither None nor a set of whole numbers, such as {64, 128}"
+_PAIR = "neither None nor a pair such as (9, 0)"
+_FIELDS: tuple[tuple[type, str, Callable[[Any], bool], str], ...] = (
+    (AttentionCapabilities, "devices", _NAMES, _DEVICES),
+    (AttentionCapabilities, "dtypes", _NAMES, _DTYPES),
+    (AttentionCapabilities, "phases", _NAMES, "not a set of phases, such as {'decode'}"),
+    (AttentionCapabilities, "head_sizes", lambda it: it is None or _WHOLES(it), _SIZES),
+    (AttentionCapabilities, "min_compute_capability", _is_pair, _PAIR),
+    (AttentionCapabilities, "max_compute_capability", _is_pair, _PAIR),
+    (AttentionSpec, "kv_layouts", callable, "not a function"),
+    (AttentionSpec, "check", callable, "not a function"),
+    (AttentionSpec, "rank", callable, "not a function"),
+    (
+        AttentionSpec,
+        "provider",
+        lambda it: it is None or callable(it),
+        "neither None nor a function",
+    ),
+    (DeviceSpec, "devices", _NAMES, _DEVICES),
+    (KernelSetSpec, "dtypes", _NAMES, _DTYPES),
+    (KernelSetSpec, "min_compute_capability", _is_pair, _PAIR),
+    (
+        KernelSetSpec,
+        "rank",
+        lambda it: isinstance(it, int) and not isinstance(it, bool),
+        "not an integer",
+    ),
 )
-"""Fields that a listing or a selection reads of a spec, with the type that each must have."""
+"""Fields that a listing or a selection reads, what each must be, and what a wrong one is not."""
 
 
 def _problems(spec: PluginSpec | KindSpec, kind: Kind) -> Iterator[str]:
@@ -127,23 +160,24 @@ def _problems(spec: PluginSpec | KindSpec, kind: Kind) -> Iterator[str]:
     yield from _model_problems("options", spec.options)
     if isinstance(spec, LogitsProcessorSpec):
         yield from _model_problems("arguments", spec.arguments)
-    for owner, field, wanted, described in _FIELDS:
-        if not isinstance(spec, owner):
-            continue
-        found = getattr(spec, field)
-        if not isinstance(found, wanted) or isinstance(found, bool):
-            yield f"{field} {found!r:.80} is not {described}"
-    if isinstance(spec, AttentionSpec) and isinstance(spec.capabilities, AttentionCapabilities):
-        graphs = spec.capabilities.cuda_graphs
-        yield from _choice_problems("capabilities.cuda_graphs", graphs, GraphSupport)
-    if isinstance(spec, KernelSetSpec):
-        low = spec.min_compute_capability
-        if low is not None and not (isinstance(low, tuple) and [*map(type, low)] == [int, int]):
-            yield f"min_compute_capability {low!r} is neither None nor a pair such as (9, 0)"
+    if isinstance(spec, AttentionSpec):
+        able: object = spec.capabilities
+        if not isinstance(able, AttentionCapabilities):
+            yield f"capabilities {able!r:.80} is not AttentionCapabilities"
+        else:
+            yield from _choice_problems("capabilities.cuda_graphs", able.cuda_graphs, GraphSupport)
+            yield from _field_problems(able, "capabilities.")
+    yield from _field_problems(spec)
     if isinstance(spec, SchedulerSpec):
         yield from _choice_problems("level", spec.level, get_type_hints(SchedulerSpec)["level"])
     if kind.name in KINDS and not kind.choice and spec.options.model_fields:
         yield f"options {spec.options.__name__} are given by no configuration to a {kind.name}"
+
+
+def _field_problems(owner: object, path: str = "") -> Iterator[str]:
+    for kind, field, is_right, wrong in _FIELDS:
+        if isinstance(owner, kind) and not is_right(found := getattr(owner, field)):
+            yield f"{path}{field} {found!r:.80} is {wrong}"
 
 
 def _choice_problems(field: str, found: object, literal: Any) -> Iterator[str]:

@@ -12,7 +12,7 @@ from functools import partial, reduce
 from typing import cast
 
 from nanovllm_core.config.choices import AttentionSettings, PluginChoice
-from nanovllm_core.errors import ConfigError, PluginLoadError, UnsupportedError
+from nanovllm_core.errors import PluginLoadError, describe_error, shown
 from nanovllm_core.interfaces.attention import (
     AttentionCapabilities,
     AttentionRequirements,
@@ -55,7 +55,10 @@ class Candidate(fit.Candidate):
         """`triton 0.1.0`, and what it runs on where it chooses among libraries."""
         text = f"{self.resolved.name} {self.resolved.version}"
         if self.spec.provider and not self.reasons:
-            text += f" ({self.spec.provider(self.resolved.options)})"
+            try:
+                text += f" ({self.spec.provider(self.resolved.options)})"
+            except Exception as error:
+                raise _failed(self.resolved, error) from error
         return text
 
 
@@ -68,10 +71,11 @@ def select_attention(
     """Choose a backend for each phase, which serves all layers, and the block size that suits both.
 
     Raises UnsupportedError with the reasons and the alternatives where a backend cannot serve,
-    ConfigError for a wrong option or block size, PluginError where a plugin cannot be loaded.
+    ConfigError for a wrong option, PluginError where a plugin cannot be loaded, or answers wrongly.
     """
     report: list[str] = []
     same = settings.prefill == settings.decode
+    remedy = fit.enable_one(manager, "attention") or install_one("attention")
     chosen: list[Candidate] = []
     for asked in (prefill, decode):
         requirements = next(iter(asked))
@@ -80,7 +84,7 @@ def select_attention(
         ask = partial(evaluate_layers, manager, asked=asked, path=path)
         target = f"{phase} on {requirements.device} in {requirements.dtype}"
         taken, others = fit.select(
-            manager, "attention", getattr(settings, phase), ask, target, install_one("attention")
+            manager, "attention", getattr(settings, phase), ask, target, remedy
         )
         report += [f"attention auto, {phase}: not {name}: {why}" for name, why in others.items()]
         report.append(f"attention {phase}: {taken.label}")
@@ -178,21 +182,46 @@ def _ask(
     rank = 0
     reasons = unmet(spec.capabilities, requirements)
     if not reasons:  # A plugin's own check may rely on what its capabilities promise.
-        try:
-            options = resolved.options
-            reasons = list(spec.check(requirements, options))
-            layouts = tuple(spec.kv_layouts(requirements, options))
-            rank = spec.rank(requirements)
-        except Exception as error:
-            raise PluginLoadError(
-                f"{describe(resolved)} failed while it was asked what it supports: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        reasons, layouts, rank = _answers(spec, resolved, requirements)
         size = requirements.block_size
         if not reasons and size and all(size % layout.block_multiple for layout in layouts):
             multiples = fit.in_order(layout.block_multiple for layout in layouts)
             reasons.append(f"cannot use cache.block_size {size}, only multiples of {multiples}")
     return Candidate(resolved, rank, tuple(reasons), spec, layouts)
+
+
+def _answers(
+    spec: AttentionSpec, resolved: ResolvedPlugin, requirements: AttentionRequirements
+) -> tuple[list[str], tuple[KVLayout, ...], int]:
+    """A plugin's reasons, layouts and rank; PluginLoadError for an answer of another type."""
+    try:
+        reasons: object = spec.check(requirements, resolved.options)
+        layouts: object = spec.kv_layouts(requirements, resolved.options)
+        rank: object = spec.rank(requirements)
+    except Exception as error:
+        raise _failed(resolved, error) from error
+    has_layouts = _holds(layouts, KVLayout) and bool(layouts or reasons)
+    for function, given, is_right, expected in (
+        ("check", reasons, _holds(reasons, str), "a list of texts"),
+        ("kv_layouts", layouts, has_layouts, "a list of one KVLayout or more"),
+        ("rank", rank, isinstance(rank, int) and not isinstance(rank, bool), "an integer"),
+    ):
+        if not is_right:
+            raise PluginLoadError(
+                f"{describe(resolved)}: {function} gave {shown(given)}, not {expected}"
+            )
+    return list(cast(list[str], reasons)), tuple(cast(list[KVLayout], layouts)), cast(int, rank)
+
+
+def _holds(given: object, kind: type) -> bool:
+    """Whether it is a list or a tuple of such objects."""
+    return isinstance(given, (list, tuple)) and all(isinstance(one, kind) for one in given)
+
+
+def _failed(resolved: ResolvedPlugin, error: Exception) -> PluginLoadError:
+    return PluginLoadError(
+        f"{describe(resolved)} failed while it was asked what it supports: {describe_error(error)}"
+    )
 
 
 def _common_layouts(
@@ -216,24 +245,10 @@ def _common_layouts(
 def _common_blocks(
     prefill: Candidate, decode: Candidate, block_size: int | None
 ) -> tuple[KVLayout, int]:
-    """The decode backend's first layout that prefill prefers too, and a block size for both."""
+    """The decode backend's first layout that prefill prefers too, and a block size for both.
+
+    There is one: all layouts have one name, and of two block multiples one divides the other.
+    """
     common = _common_layouts(decode.layouts, prefill.layouts)
-    for layout in common:
-        multiple = layout.block_multiple
-        size = block_size or -(-SMALLEST_BLOCK // multiple) * multiple
-        if size % multiple == 0:
-            return layout, size
-    reads = ", ".join(
-        f"{phase} {one.name} reads "
-        + (", ".join(f"{each.name} by {each.block_multiple}" for each in one.layouts) or "none")
-        for phase, one in (("decode", decode), ("prefill", prefill))
-    )
-    if not common:
-        raise UnsupportedError(
-            f"the attention pair has no KV layout in common: {reads}; choose another pair"
-        )
-    raise ConfigError(
-        f"cache.block_size: {block_size} does not suit both backends, which need a multiple of "
-        f"{fit.in_order(layout.block_multiple for layout in common)} ({reads}); change it "
-        "or leave it out"
-    )
+    layout = next(one for one in common if (block_size or 0) % one.block_multiple == 0)
+    return layout, block_size or max(SMALLEST_BLOCK, layout.block_multiple)

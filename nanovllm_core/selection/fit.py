@@ -50,20 +50,26 @@ def select(
         return named, {}
     able, others = rivals(plugins, kind, choice, ask)
     if named:
-        names = ", ".join(one.name for one in able)
+        names = ", ".join(one.name for one in able if one.name != named.name)
         raise UnsupportedError(
             f"{describe(named.resolved)} cannot serve {target}: {'; '.join(named.reasons)}. "
-            + (f"These can: {names}" if able else f"No other installed one can; {remedy}"),
+            + (f"These can: {names}" if names else f"No other installed one can; {remedy}"),
             named.reasons,
         )
     if not able:
         losers = [f"{name}: {why}" for name, why in others.items()]
+        none = "All are disabled" if enable_one(plugins, kind) else "None is installed"
         raise UnsupportedError(
-            f"no {kind} plugin can serve {target}. {'; '.join(losers) or 'None is installed'}; "
-            f"{remedy}",
+            f"no {kind} plugin can serve {target}. {'; '.join(losers) or none}; {remedy}",
             losers,
         )
     return able[0], others | beaten(able[0], able)
+
+
+def enable_one(plugins: PluginManager, kind: str) -> str:
+    """The remedy where plugins of a kind are disabled; empty where none is."""
+    names = sorted({plugin.name for plugin in plugins.disabled() if plugin.kind == kind})
+    return f"of those disabled, take one out of plugins.disable: {', '.join(names)}" * bool(names)
 
 
 def rivals(

@@ -144,8 +144,44 @@ def test_a_plugin_whose_code_cannot_be_imported_is_broken(install: Install) -> N
     check = examine()["attention fake"]
     assert not check.ok
     assert "nosuchmodule" in check.detail
-    assert "fake-attention" in check.remedy
+    assert check.remedy == (
+        "install 'nosuchmodule', which fake-attention imports, or uninstall fake-attention"
+    )
     assert not check.fatal
+
+
+@pytest.mark.parametrize(
+    ("code", "required", "remedy"),
+    [
+        ("import nosuchmodule.sdk", ['NoSuchModule-SDK>=1.3; extra == "trace"'],
+         'pip install "fake-attention[trace]", or uninstall fake-attention'),
+        ("import nosuchmodule", ["numpy", "nosuchmodule >=1.3"],
+         'pip install "nosuchmodule >=1.3", or uninstall fake-attention'),
+        ("import nosuchmodule", ["nosuch", "no such thing"], "install 'nosuchmodule', which"),
+        ("import fake_spec.part", [], "reinstall, repair or uninstall fake-attention; if it is"),
+        ("def", [], "reinstall, repair or uninstall fake-attention; if it is yours: nanovllm"),
+        ("1/0", [], "reinstall, repair or uninstall fake-attention"),
+        ("from nanovllm_core.api import Later", [], "install a version of fake-attention that"),
+        ("import nanovllm_core.later", [], "install a version of fake-attention that fits"),
+    ],
+)  # fmt: skip
+def test_the_remedy_for_a_broken_plugin_follows_the_cause(
+    install: Install, monkeypatch: pytest.MonkeyPatch, code: str, required: list[str], remedy: str
+) -> None:
+    """A module that is missing is to be installed: by an extra where one has it."""
+    monkeypatch.setattr(doctor, "requires", {"fake-attention": required}.get)
+    group = {"nanovllm.attention": {"fake": "fake_spec"}}
+    install("fake-attention", group, {"fake_spec": BACKEND, "fake_code": code})
+    assert examine()["attention fake"].remedy.startswith(remedy)
+
+
+def test_a_backend_that_answers_wrongly_is_to_be_repaired(install: Install) -> None:
+    source = BACKEND.replace("kv_layouts=", "rank=lambda requirements: None, kv_layouts=")
+    group = {"nanovllm.attention": {"fake": "fake_spec"}}
+    install("fake-attention", group, {"fake_spec": source, "fake_code": "class Backend: pass"})
+    check = examine()["attention fake"]
+    assert "rank gave None, not an integer" in check.detail
+    assert check.remedy.startswith("reinstall, repair or uninstall fake-attention")
 
 
 def test_a_broken_light_module_is_broken_and_harms_nobody_else(install: Install) -> None:

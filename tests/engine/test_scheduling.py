@@ -6,7 +6,7 @@ import pickle
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -477,8 +477,12 @@ def test_a_request_that_left_the_queue_is_skipped() -> None:
     assert [out.request_id for out in harness.outputs] == ["b", "a", "c"]
 
 
+SLICES = [slice(*bounds) for bounds in product((None, -5, -1, 0, 1, 2, 9), repeat=2)]
+SLICES += [slice(None, None, step) for step in (-2, -1, 2, 5)]
+
+
 def test_waiting_requests_are_seen_as_a_sequence() -> None:
-    """A scheduler may index the queue, from both ends, and learns where it ends."""
+    """A scheduler may index the queue, from both ends, or cut it, and learns where it ends."""
     seen: list[str] = []
 
     def look(state: SchedulerState) -> list[PrefillShare]:
@@ -486,6 +490,8 @@ def test_waiting_requests_are_seen_as_a_sequence() -> None:
             seen.extend([state.waiting[0].request_id, state.waiting[-1].request_id])
             with pytest.raises(IndexError):
                 state.waiting[len(state.waiting)]
+            for part in SLICES:
+                assert state.waiting[part] == tuple(state.waiting)[part]
         return everything(state)
 
     harness = Harness(scheduler=Scripted(look))
