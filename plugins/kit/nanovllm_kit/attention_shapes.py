@@ -55,12 +55,13 @@ class AttentionShapes(AttentionSubject):
     def test_a_batch_may_have_many_rows(self, subject: BackendUnderTest, draws: Random) -> None:
         """Each row as if it were alone, where all of max_num_seqs are there and where fewer are."""
         most = _accepted(subject, "max_num_seqs", LIMITS[subject.device].rows)
-        for rows in (
+        counts = [
             near(draws, most),
             size(draws, min(65, most), min(256, most)),
             size(draws, 1, min(64, most)),
-        ):
-            _check_rows(subject, draws, rows)
+        ]
+        for number, rows in enumerate(counts):
+            _check_rows(subject, draws, rows, windowed=number == 1)
 
     def test_early_keys_of_a_long_context_count(
         self, subject: BackendUnderTest, draws: Random
@@ -100,9 +101,26 @@ class AttentionShapes(AttentionSubject):
 
 
 def _few_heads(subject: BackendUnderTest) -> dict[str, int]:
-    """Two query heads: one that is pointed at a key for each that is not."""
+    """Two KV heads, in groups of two where the backend has groups.
+
+    Heads that are mixed up show, and of each group one head is pointed at a key.
+    """
+    heads = {"num_heads": 4 if subject.capabilities.gqa else 2, "num_kv_heads": 2}
+    return {} if subject.reasons(subject.requirements(**heads)) else heads
+
+
+def _one_group(subject: BackendUnderTest) -> dict[str, int]:
+    """Two query heads, one of them pointed at a key, for the longest contexts: they cost most."""
     heads = {"num_heads": 2, "num_kv_heads": 1 if subject.capabilities.gqa else 2}
     return {} if subject.reasons(subject.requirements(**heads)) else heads
+
+
+def _window(subject: BackendUnderTest, draws: Random, longest: int) -> dict[str, int]:
+    """A window of any size, where the backend serves windows."""
+    if not subject.capabilities.sliding_window:
+        return {}
+    refused = subject.reasons(subject.requirements(sliding_window=True))
+    return {} if refused else {"sliding_window": size(draws, 1, longest)}
 
 
 def _accepted(subject: BackendUnderTest, field: str, most: int) -> int:
@@ -129,10 +147,13 @@ def _rel_norm(case: PagedCase) -> float | None:
     return POINTED if case.q_THD.dtype is torch.float32 else None
 
 
-def _check_rows(subject: BackendUnderTest, draws: Random, rows: int) -> None:
-    shape: dict[str, Any] = {"seed": draws.randrange(2**31), **_few_heads(subject)}
+def _check_rows(
+    subject: BackendUnderTest, draws: Random, rows: int, *, windowed: bool = False
+) -> None:
     lens = [size(draws, 1, 2 * subject.block_size + 3) for _ in range(rows)]
     lens[draws.randrange(rows)] = size(draws, 100, 400)  # one long row among them
+    shape: dict[str, Any] = {"seed": draws.randrange(2**31), **_few_heads(subject)}
+    shape |= _window(subject, draws, 2 * subject.block_size) if windowed else {}
     padded = [0 if row and draws.random() < 0.1 else n for row, n in enumerate(lens)]
     if "decode" in subject.phases:
         _check(subject, draws, subject.case(padded, **shape), f"{rows} rows")
@@ -152,8 +173,9 @@ def _check_contexts(subject: BackendUnderTest, draws: Random, most: int) -> None
     ]
     for decode_lens, chunk_lens in (([longest], [longest]), (lens, lens)):
         queries = [min(n, size(draws, 2, 40)) for n in chunk_lens]
+        heads = _few_heads(subject) if len(chunk_lens) > 1 else _one_group(subject)
         for lengths, query_lens in ((decode_lens, None), (chunk_lens, queries)):
-            shape: dict[str, Any] = {"seed": draws.randrange(2**31), **_few_heads(subject)}
+            shape: dict[str, Any] = {"seed": draws.randrange(2**31), **heads}
             case = subject.case(lengths, query_lens, **shape)
             _check(subject, draws, with_stale_entries(case, draws), "long contexts")
     if subject.capabilities.sliding_window and not subject.reasons(
@@ -172,10 +194,13 @@ def _check_chunks(subject: BackendUnderTest, draws: Random, most: int) -> None:
         ([size(draws, min(200, most // 4), most // 4)], size(draws, 1, 500), subject.dtype),
         ([size(draws, 1, 300), size(draws, 17, 300)], size(draws, 1, 500), subject.dtype),
     ]
-    for queries, context, dtype in shapes:
+    windowed = draws.randrange(len(shapes))
+    for number, (queries, context, dtype) in enumerate(shapes):
         lens = [n + context for n in queries]
         shape: dict[str, Any] = {"dtype": dtype, "seed": draws.randrange(2**31)}
-        case = subject.case(lens, queries, **shape, **_few_heads(subject))
+        shape |= _few_heads(subject)
+        shape |= _window(subject, draws, max(lens)) if number == windowed else {}
+        case = subject.case(lens, queries, **shape)
         _check(subject, draws, case, f"chunks behind {context} keys")
 
 

@@ -93,6 +93,11 @@ def rows_from(call: Call, first: int) -> None:
         call.out[call.starts[first] :] = 0
 
 
+def kv_heads_mixed_up(call: Call) -> None:
+    """Each query head answers from another KV head."""
+    call.out.copy_(call.out.unflatten(1, (-1, call.group)).flip(1).flatten(1, 2))
+
+
 SPOILT: list[tuple[str, Callable[[Call], object], str]] = [
     ("KV heads from the 5th on", lambda c: c.out[:, 4 * c.group :].zero_(), HEADS),
     (
@@ -126,6 +131,21 @@ SPOILT: list[tuple[str, Callable[[Call], object], str]] = [
     (
         "the last row of an odd batch",
         lambda c: c.chunks()[-1].zero_() if len(c.lens) % 2 and len(c.lens) > 70 else None,
+        ROWS,
+    ),
+    (
+        "the KV heads of more than 24 rows mixed up",
+        lambda c: kv_heads_mixed_up(c) if len(c.lens) > 24 else None,
+        ROWS,
+    ),
+    (
+        "the KV heads of chunks of more than 200 queries mixed up",
+        lambda c: kv_heads_mixed_up(c) if max(map(len, c.chunks())) > 200 else None,
+        CHUNKS,
+    ),
+    (
+        "windows of more than 24 rows",
+        lambda c: c.out.mul_(1.1) if len(c.lens) > 24 and c.config.sliding_window else None,
         ROWS,
     ),
     ("query 256 does not see itself", lambda c: own_key_lost(c, 256), CHUNKS),
