@@ -16,11 +16,17 @@ from nanovllm_kit.attention_replay import captured, perturb, recorded
 from nanovllm_kit.conformance import PluginUnderTest, SpecConformance
 from nanovllm_kit.recording import HostReadError
 from nanovllm_kit.sampler_calls import (
+    HUGE,
+    RARE_LEAST,
+    RARE_LOGIT,
+    RARE_ROWS,
     ROWS,
     SEED,
+    TAIL,
     TEMPERATURES,
     VOCAB,
     WIDE,
+    assert_mean,
     assert_shares,
     changed_arguments,
     choose,
@@ -224,7 +230,7 @@ class SamplerConformance(SpecConformance):
         temperature: float,
         dtype: torch.dtype,
     ) -> None:
-        """Over 8192 seeds each id's share is within five standard deviations.
+        """Over 8192 seeds each id's share is within `DEVIATIONS` of what it should be.
 
         In every dtype the logits are exact, and so far from 0 that noise which is added in 16 bits
         is lost.
@@ -239,6 +245,66 @@ class SamplerConformance(SpecConformance):
             index=[0] * draws,
         )
         assert_shares(chosen, (logits.cpu() / temperature).softmax(-1))
+
+    def test_temperatures_of_three_decades_divide_the_logits(
+        self, plugin: PluginUnderTest, device: torch.device
+    ) -> None:
+        """From 0.05 to 50, over 16,384 draws: also ids beyond the 50 likeliest have their share.
+
+        Each row's logits are such that all rows have one distribution, with a long tail. Shown by
+        the mean of log-probabilities, at all temperatures (where 5 % of scale are 11 standard
+        deviations) and at those of each of eight parts, so that a temperature that is taken for
+        another one shows.
+        """
+        draws, parts = 16_384, 8
+        ranks_V = (torch.arange(TAIL) * 7 + 3) % TAIL  # 0 is the likeliest.
+        z_V = -(ranks_V + 1.0).log()
+        temperature_B = 0.05 * 1000 ** torch.linspace(0, 1, draws)
+        chosen = sample(
+            self.make(plugin, device, TAIL, draws),
+            (z_V * temperature_B[:, None]).to(device),
+            temperature=temperature_B.tolist(),
+            seed=range(draws),
+            index=[0] * draws,
+        )
+        p_V = z_V.double().softmax(-1)
+        for what, value_V in (
+            ("the share of ids beyond the 50 likeliest", (ranks_V >= 50).double()),
+            ("logit / temperature of the chosen ids", z_V.double()),
+        ):
+            mean = (p_V * value_V).sum().item()
+            deviation = (p_V * (value_V - mean).square()).sum().sqrt().item()
+            values_B = value_V[chosen]
+            assert_mean(values_B, mean, deviation, what)
+        for part, values in enumerate(values_B.chunk(parts)):
+            first, last = temperature_B.chunk(parts)[part][[0, -1]].tolist()
+            where = f"at temperatures from {first:.2g} to {last:.2g}, {what}"
+            assert_mean(values, mean, deviation, where)
+
+    def test_rare_ids_of_a_large_vocabulary_are_chosen(
+        self, plugin: PluginUnderTest, device: torch.device
+    ) -> None:
+        """Each has a probability of one in a million; together 262,143 of them have 30 %.
+
+        Noise made from uniform numbers of 16 bits reaches none of them. In four calls.
+        """
+        calls, rows = 4, RARE_ROWS // 4
+        sampler = self.make(plugin, device, HUGE, rows)
+        logits = torch.full((rows, HUGE), RARE_LOGIT, device=device)
+        logits[:, 77] = 0.0
+        chosen = [
+            chosen
+            for call in range(calls)
+            for chosen in sample(
+                sampler, logits, seed=range(rows * call, rows * (call + 1)), index=[0] * rows
+            )
+        ]
+        rare = sum(one != 77 for one in chosen)
+        assert rare >= RARE_LEAST, (
+            f"{rare} of {RARE_ROWS} draws are ids with a probability of one in a million, which "
+            f"have 30 % together: at least {RARE_LEAST} are expected; make the noise from uniform "
+            "numbers of 24 bits or more"
+        )
 
     def test_noise_is_finer_than_bfloat16(
         self, plugin: PluginUnderTest, device: torch.device

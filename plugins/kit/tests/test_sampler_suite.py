@@ -172,6 +172,60 @@ class ScoresInTheLogitsDtype(Honest):
         return scores_BV.to(logits_BV.dtype).float()
 
 
+class Likeliest50(Honest):
+    """Only the 50 likeliest ids are drawn, unasked."""
+
+    def seen(self, logits_BV: Tensor) -> Tensor:
+        least_B1 = logits_BV.topk(min(50, logits_BV.shape[1])).values[:, -1:]
+        return logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)
+
+
+class NeverCold(Honest):
+    """Temperatures below 0.3 are taken for 0.3."""
+
+    least, most = 0.3, float("inf")
+
+    def temperature(self, temperature_R: Tensor, rows_B: Tensor) -> Tensor:
+        own_B = temperature_R[rows_B]
+        return torch.where(own_B == 0, own_B, own_B.clamp(self.least, self.most))
+
+
+class NeverHot(NeverCold):
+    """Temperatures above 3 are taken for 3."""
+
+    least, most = 0.0, 3.0
+
+
+class NeverWarm(NeverCold):
+    """Temperatures above 2 are taken for 2."""
+
+    least, most = 0.0, 2.0
+
+
+class TooSharp(Honest):
+    """Logits are a twentieth too large."""
+
+    factor = 1.05
+
+    def scores(self, logits_BV: Tensor, temperature_B1: Tensor, noise_BV: Tensor) -> Tensor:
+        return super().scores(logits_BV * self.factor, temperature_B1, noise_BV)
+
+
+class TooFlat(TooSharp):
+    """Logits are a twentieth too small."""
+
+    factor = 0.95
+
+
+class UniformsOf16Bits(Honest):
+    """Noise is made from whole numbers below 2**16."""
+
+    def noise(self, seed_B: Tensor, index_B: Tensor, rows_B: Tensor) -> Tensor:
+        uniform_BV = (-(-super().noise(seed_B, index_B, rows_B)).exp()).exp()
+        whole_BV = (uniform_BV * 65536).floor().clamp(max=65535)
+        return -(-((whole_BV + 0.5) / 65536).log()).log()
+
+
 class WaitsForTheDevice(Honest):
     """Reads on the host whether any row draws."""
 
@@ -209,6 +263,7 @@ class TemperatureOfTheFirstCall(Honest):
 SHARES = "test_ids_come_as_often_as_the_softmax_says"
 BITS = "test_every_bit_of_seed_and_output_index_changes_the_noise"
 NEIGHBOURS = "test_a_choice_depends_on_no_neighbour"
+DECADES = "test_temperatures_of_three_decades_divide_the_logits"
 EVERY_ROW = "test_a_choice_is_the_same_in_every_row"
 REPLAYS = "test_captured_calls_follow_their_inputs"
 BUGS: list[tuple[type[Honest], str]] = [
@@ -226,6 +281,13 @@ BUGS: list[tuple[type[Honest], str]] = [
     (OneBlockOfNoise, "test_each_part_of_a_wide_vocabulary_has_its_share"),
     (NoiseInBfloat16, "test_noise_is_finer_than_bfloat16"),
     (ScoresInTheLogitsDtype, SHARES),
+    (Likeliest50, DECADES),
+    (NeverCold, DECADES),
+    (NeverHot, DECADES),
+    (NeverWarm, DECADES),
+    (TooSharp, DECADES),
+    (TooFlat, DECADES),
+    (UniformsOf16Bits, "test_rare_ids_of_a_large_vocabulary_are_chosen"),
     (BufferOfTheBatch, REPLAYS),
     (BufferOfTheBatch, "test_captured_tensors_stay_where_they_are"),
     (TemperatureOfTheFirstCall, REPLAYS),
