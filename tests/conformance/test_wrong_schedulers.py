@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from nanovllm_kit import (
     SchedulerConformance,
     SchedulingPolicyConformance,
 )
-from nanovllm_kit.engine_harness import Harness, Setting
+from nanovllm_kit.engine_harness import Harness, Progress, Setting
 
 from . import wrong_schedulers as wrong
 
@@ -134,6 +136,28 @@ def test_a_policy_whose_whole_number_keys_tie_passes(seed: int) -> None:
 def test_right_schedulers_of_other_kinds_pass(impl: type, check: str) -> None:
     """Fair shares, the newest first, dice, quotas: by what they declare, which is nothing."""
     run(check, impl, promises=False)
+
+
+def test_a_scheduler_of_small_chunks_is_not_called_endless() -> None:
+    """5,100 steps of 16 tokens each: every one of them is progress."""
+    setting = Setting(num_blocks=1500, block_size=64, max_model_len=90_000, steps_ahead=0)
+    harness = Harness(setting, wrong.SmallChunks(NoOptions()), debug=False)
+    harness.add("long", [1] * 81_600, SamplingParams(temperature=0, max_tokens=1))
+    harness.run()
+    harness.check_all()
+
+
+def test_circles_without_progress_are_told_from_small_steps() -> None:
+    """A prompt that is computed again and again gets no further; so do ones that stand still."""
+    request: Any = SimpleNamespace(num_scheduled=0, max_length=64)
+    progress = Progress({("one", 0): request})
+    # Two looks with something new, then six without: more than MAX_LOOKS, and 64 steps more.
+    furthest = []
+    for done in (16, 32, 16, 32, 8, 32, 0, 8):
+        request.num_scheduled = done
+        furthest.append(progress.look())
+    assert furthest == [True] * 7 + [False]
+    assert progress.since == 6000
 
 
 def test_an_engine_that_is_starved_says_whose_fault_it_is() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from random import Random
 from typing import ClassVar
 
@@ -399,3 +400,13 @@ class KeepsAHeap(InOrder):
 
     def order(self, state: SchedulerState) -> Iterable[RequestView]:
         return sorted(self.queue, key=lambda r: r.arrival_index)
+
+
+class SmallChunks(InOrder):
+    """A prompt gets at most 16 tokens of each step, and so does all that is begun together."""
+
+    chunk = 16
+
+    def schedule(self, state: SchedulerState) -> Sequence[PrefillShare]:
+        small = min(self.chunk, state.token_budget)
+        return super().schedule(replace(state, token_budget=small))

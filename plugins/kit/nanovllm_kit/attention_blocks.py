@@ -168,12 +168,20 @@ class AttentionBlocks(AttentionSubject):
             for cache in (case.k_cache, case.v_cache):
                 cache.nan_to_num_(nan=7.0)
             for phase, run in subject.ways(case):
-                kept = [case.q_THD, case.k_cache, case.v_cache, case.block_table]
-                before = [tensor.clone() for tensor in kept]
+                kept = {
+                    "the queries": case.q_THD,
+                    "k_cache": case.k_cache,
+                    "v_cache": case.v_cache,
+                    "the block table": case.block_table,
+                }
+                before = [tensor.clone() for tensor in kept.values()]
                 assert_near(case, run(case), f"{phase}, an output that held NaN")
-                for tensor, old in zip(kept, before, strict=True):
+                for (name, tensor), old in zip(kept.items(), before, strict=True):
                     if not torch.equal(tensor, old):
-                        raise AssertionError(f"an input of shape {tuple(old.shape)} was written to")
+                        raise AssertionError(
+                            f"{phase} wrote to {name}, of shape {tuple(old.shape)}: it may write "
+                            "to its output alone"
+                        )
 
     def test_both_parts_of_a_step_and_all_its_layers(self, subject: BackendUnderTest) -> None:
         """Both phases are planned, then each layer runs both over its own cache, on one backend."""

@@ -8,6 +8,7 @@ harness.check_all()   # every output is what its ids alone decide
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -27,7 +28,10 @@ from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.interfaces.scheduler import Scheduler
 from nanovllm_kit.fake_worker import FakeExecutor, reference_tokens
 
-MAX_STEPS = 5000
+LOOK = 1000
+"""Steps from one look at how far the requests are to the next."""
+MAX_LOOKS = 5
+"""In which no request was further than ever before, beside those that compute a prompt again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +69,29 @@ def letters(token_ids: Sequence[int]) -> str:
 
 
 class NoEndError(AssertionError):
-    """Requests are left after more steps than any of these runs takes."""
+    """Requests are left, and for thousands of steps none of them got further than ever before."""
+
+
+class Progress:
+    """How far requests came; a request that is preempted and computed again gets no further."""
+
+    def __init__(self, requests: Mapping[tuple[str, int], Request]) -> None:
+        self._requests = requests
+        self._furthest: dict[tuple[str, int], int] = {}
+        self.since = 0
+        """Steps since one was further than ever before."""
+
+    def look(self) -> bool:
+        """After LOOK steps more; False once that took longer than computing any request again."""
+        further = [
+            (key, request.num_scheduled)
+            for key, request in self._requests.items()
+            if request.num_scheduled > self._furthest.get(key, 0)
+        ]
+        self._furthest.update(further)
+        self.since = 0 if further else self.since + LOOK
+        again = max((request.max_length for request in self._requests.values()), default=0)
+        return self.since < LOOK * MAX_LOOKS + again
 
 
 class Harness:
@@ -189,18 +215,20 @@ class Harness:
     def steps(self) -> Iterator[None]:
         """As `run`, a step at a time."""
         __tracebackhide__ = True
-        for _ in range(MAX_STEPS):
+        progress = Progress(self.requests)
+        for number in itertools.count(1):
             if not self.engine.has_unfinished():
                 break
+            if number % LOOK == 0 and not progress.look():
+                stats = self.engine.stats
+                raise NoEndError(
+                    f"no end after {number} steps, and for {progress.since} steps no request got "
+                    f"further than it had been: {stats.running} requests run, {stats.waiting} "
+                    f"wait, and requests were preempted {stats.preemptions} times; the scheduler "
+                    "goes in circles, or gives out nothing"
+                )
             self.step()
             yield
-        else:
-            stats = self.engine.stats
-            raise NoEndError(
-                f"no end after {MAX_STEPS} steps: {stats.running} requests run, {stats.waiting} "
-                f"wait, and requests were preempted {stats.preemptions} times; the scheduler goes "
-                "in circles, or gives out nothing"
-            )
         assert self.engine.stats.free_blocks == self.setting.num_blocks, "blocks leaked"
         assert not self.executor.results, "a result was never collected"
         assert self.engine.stats.running == self.engine.stats.waiting == 0

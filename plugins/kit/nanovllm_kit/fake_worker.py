@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -114,7 +115,7 @@ class FakeRow:
     """What the device knows of a row. `cells` are those that its ids ask for."""
 
     ids: list[int]
-    cells: list[int]
+    cells: array[int]
     block_tables: list[list[int]]
     computed: int
     num_prompt_tokens: int
@@ -251,7 +252,7 @@ class FakeExecutor(Executor):
         assert admission.num_computed % self.block_size == 0
         self.rows[admission.row] = FakeRow(
             ids=admission.token_ids.tolist(),
-            cells=[],
+            cells=array("Q"),
             block_tables=admission.block_ids.tolist(),
             computed=admission.num_computed,
             num_prompt_tokens=admission.num_prompt_tokens,

@@ -245,7 +245,7 @@ class ModelConformance(
         assert hidden_TE.shape == (len(ids), shape.hidden_size)
         assert expected.shape == (len(ids), shape.vocab_size)
         out_TV = torch.full_like(expected, float("nan"))
-        assert model.compute_logits(hidden_TE, out_TV).data_ptr() == out_TV.data_ptr()
+        assert_returns_out(model.compute_logits(hidden_TE, out_TV), out_TV)
         assert_same_logits(out_TV, expected)
 
     # -- head and invented weights
@@ -308,7 +308,7 @@ class ModelConformance(
             run_model(model, ids)  # which binds its attention layers
             hidden_TE = model(ids, torch.arange(len(ids), dtype=torch.int32))
             out_TX: Tensor = hidden_TE.new_empty(len(ids), vocab_per_rank(vocab_size, tp.size))
-            assert model.compute_logits(hidden_TE, out_TX).data_ptr() == out_TX.data_ptr()
+            assert_returns_out(model.compute_logits(hidden_TE, out_TX), out_TX)
             return out_TX
 
         logits_TV = torch.cat(run_ranks(2, on_rank), dim=1)[:, :vocab_size]
@@ -330,3 +330,11 @@ class ModelConformance(
 
         found = sorted({read for reads in run_ranks(size, on_rank) for read in reads})
         assert not found, f"read outside the kernel set: {', '.join(found[:4])}"
+
+
+def assert_returns_out(returned: Tensor, out: Tensor) -> None:
+    """`compute_logits(hidden, out)` gives back `out` itself."""
+    assert returned.data_ptr() == out.data_ptr(), (
+        "compute_logits(hidden, out) returned a tensor of other memory than `out`: write the "
+        "logits into `out` and return it"
+    )

@@ -116,7 +116,7 @@ UNSUPPORTED: Mapping[str, Settings] = {
 UNREADABLE: Mapping[str, Settings] = {
     "no layers": {"num_hidden_layers": 0},
     "a vocabulary in words": {"vocab_size": "large"},
-    "no hidden size": {"hidden_size": None},
+    "a negative hidden size": {"hidden_size": -64},
     "no longest position": {"max_position_embeddings": None},
 }
 """Values that no size has: an error of `shape()` that the core explains, of any of its types."""

@@ -97,7 +97,18 @@ class SchedulingConformance(SpecConformance):
         declared = spec.max_overtaking_steps
         if declared is None:
             return lambda _request: math.inf
-        return lambda request: declared(plugin.options, request)
+
+        def bound(request: RequestView) -> float:
+            steps = declared(plugin.options, request)
+            if isinstance(steps, bool) or not isinstance(steps, int | float) or not steps >= 0:
+                raise AssertionError(
+                    f"max_overtaking_steps of {spec.name} gave {steps!r} for a prompt of "
+                    f"{request.num_prompt_tokens} tokens: it must give a number of steps, 0 or "
+                    "more; math.inf promises nothing"
+                )
+            return steps
+
+        return bound
 
     def declared_bound(self, plugin: PluginUnderTest) -> Callable[[RequestView], float]:
         """As `bound`; skips where the plugin declares none."""

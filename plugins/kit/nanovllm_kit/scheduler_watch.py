@@ -174,6 +174,11 @@ class Watch(Scheduler):
         )
         shares = self.scheduler.schedule(shown)
         assert isinstance(shares, Sequence), f"shares are a {type(shares).__name__}, no sequence"
+        for share in shares:
+            assert isinstance(share, PrefillShare), (
+                f"schedule() gave {share!r} among its shares, a {type(share).__name__}: each must "
+                "be a PrefillShare(request_id, num_tokens)"
+            )
         self.judge(state, tuple(shares))
         return tuple(shares)
 
