@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -92,6 +93,16 @@ def test_a_planted_bug_is_caught(impl: type, check: str, seed: int) -> None:
     """By the check that is about it, whatever the seed."""
     with pytest.raises((AssertionError, SchedulerError, PluginFailedError)):
         run(check, impl, seed=seed)
+
+
+@pytest.mark.parametrize("bound", [15, 20, 22])
+def test_a_bound_that_is_a_step_too_low_is_caught(bound: int) -> None:
+    """A whole scheduler that ages: a request is passed over for 23 steps at most."""
+    planted = plugin(wrong.Ageing)
+    spec = replace(planted.spec, max_overtaking_steps=lambda _options, _request: bound)
+    one = PluginUnderTest(spec, NoOptions(), "nanovllm_core.registry.builtins")
+    with pytest.raises(AssertionError, match=f"the declared bound is {bound} steps"):
+        getattr(SchedulerConformance(), FAIRNESS[0])(one, Random(0))
 
 
 @pytest.mark.parametrize(

@@ -410,3 +410,11 @@ class SmallChunks(InOrder):
     def schedule(self, state: SchedulerState) -> Sequence[PrefillShare]:
         small = min(self.chunk, state.token_budget)
         return super().schedule(replace(state, token_budget=small))
+
+
+class Ageing(InOrder):
+    """A prompt waits as if it had come up to 24 steps later, the longer the later."""
+
+    def order(self, state: SchedulerState) -> Iterable[RequestView]:
+        late = {r: r.arrival_step + min(24, r.num_prompt_tokens // 8) for r in state.waiting}
+        return sorted(late, key=lambda r: (late[r], r.arrival_index))

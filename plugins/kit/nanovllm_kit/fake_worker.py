@@ -15,8 +15,8 @@ processes.
 from __future__ import annotations
 
 import pickle
-from collections import deque
 from array import array
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar

@@ -116,6 +116,35 @@ def draw_short_of_blocks(draws: Random) -> Endless:
     )
 
 
+def draw_fresh(draws: Random) -> Endless:
+    """Every row goes to the request of one token that has just come, for as long as it may.
+
+    So many arrive as are admitted: none of them waits, and the last that passes is the latest.
+    """
+    rows, watched = draws.randint(1, 3), log_uniform(draws, 50, 3_000)
+    return Endless(
+        Setting(
+            num_blocks=watched + 2 * rows,
+            block_size=1,
+            max_num_seqs=rows,
+            max_num_batched_tokens=watched + rows,
+            max_model_len=watched + 1,
+            prefix_caching=False,
+            steps_ahead=0,
+        ),
+        length=1,
+        answer=1,
+        per_step=rows,
+        priorities=draws.choice([(0,), (-3,)]),
+        before=1,
+        queue=0,
+        watched=watched,
+    )
+
+
+DRAWN = (draw_endless, draw_fresh, draw_endless, draw_short_of_blocks)
+
+
 @dataclass
 class Others:
     """Requests without end, for `answer` tokens each; each has a number."""
@@ -161,7 +190,7 @@ class SchedulerFairness(SchedulingConformance):
         bound = self.declared_bound(plugin)
         waited = 0
         for number in range(ENDLESS_SCENES):
-            scene = draw_short_of_blocks(draws) if number % 4 == 3 else draw_endless(draws)
+            scene = DRAWN[number % len(DRAWN)](draws)
             waited += self._watch_one(plugin, scene, bound, draws)
         if not waited:
             pytest.skip(
