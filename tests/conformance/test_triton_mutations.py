@@ -299,7 +299,8 @@ MUTATIONS = [
     ),
     bug(
         "a window is one key too long in decode", DECODE_PLAN, WINDOWS,
-        ("tl.maximum(lens - WINDOW, 0)", "tl.maximum(lens - WINDOW - 1, 0)"),
+        ("begin = tl.maximum(begin + skipped, lens - WINDOW)",
+         "begin = tl.maximum(begin + skipped, lens - WINDOW - 1)"),
     ),
     bug(
         "a window is counted from the chunk, not from the position", PREFILL_KERNEL, WINDOWS,
@@ -374,11 +375,13 @@ MUTATIONS = [
 WINDOWS_AND_SOFT_CAPS = [
     bug(
         "a window one key too long, in decode", DECODE_PLAN, WINDOWS,
-        ("hidden = tl.maximum(lens - WINDOW, 0)", "hidden = tl.maximum(lens - WINDOW - 1, 0)"),
+        ("begin = tl.maximum(begin + skipped, lens - WINDOW)",
+         "begin = tl.maximum(begin + skipped, lens - WINDOW - 1)"),
     ),
     bug(
         "a window without the query's own key, in decode", DECODE_PLAN, WINDOWS,
-        ("hidden = tl.maximum(lens - WINDOW, 0)", "hidden = tl.maximum(lens - WINDOW + 1, 0)"),
+        ("begin = tl.maximum(begin + skipped, lens - WINDOW)",
+         "begin = tl.maximum(begin + skipped, lens - WINDOW + 1)"),
     ),
     bug(
         "a window one key too long, in prefill", PREFILL_KERNEL, WINDOWS,
