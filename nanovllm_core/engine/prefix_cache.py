@@ -172,9 +172,8 @@ class PagedKV:
         if len(digests) < num_blocks:
             size = self.block_size
             ids = request.token_ids if request.row < 0 else request.table.token_ids[request.row]
-            # The seed keeps a salt from being taken for a digest and its ids.
-            root = xxhash.xxh3_128_digest(request.cache_salt, seed=1)
-            digest = digests[-1] if digests else root
+            salt = request.cache_salt  # By another seed: it may spell a digest and ids.
+            digest = digests[-1] if digests else xxhash.xxh3_128_digest(salt, seed=1)
             for i in range(len(digests), num_blocks):
                 digest = xxhash.xxh3_128_digest(digest + ids[i * size : (i + 1) * size].tobytes())
                 digests.append(digest)

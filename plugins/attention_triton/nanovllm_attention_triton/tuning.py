@@ -136,7 +136,8 @@ DECODE_FOUR = DecodeTuning(tile=64, num_warps=4, num_stages=2, registers=128, se
 """Without a second wave, 64 rows of 8 KV heads, four with 3,500 keys and the others with 350 in the
 mean, took three times as long on an H200. Of 50 to 66 such rows those of about one length, which
 are not cut, take 10 to 20 % less so than by DECODE_MANY, and unequal ones 5 to 10 % more. From 42
-to 49, DECODE_THREE took 4 % less than DECODE_SIX for equal rows, and as long for others."""
+to 49, DECODE_THREE took 3 to 13 % less than DECODE_SIX for equal rows, and 6 % less to 6 % more for
+others."""
 DECODE_LONG = replace(DECODE_MANY, max_chunk=2048)
 LONG_GROUP = 4
 """Groups of so many query heads, and larger ones, use DECODE_LONG in the place of DECODE_MANY: the
