@@ -253,6 +253,64 @@ def test_a_text_begins_with_the_token_that_the_config_adds(copied, stated):
         assert tokenizer.encode("hello") == [1] * (stated is True) + plain
 
 
+def state_tokens(folder: Path, stated: dict[str, int], is_recent: bool) -> None:
+    """Write tokens, and the ids of them, into the file that such a folder has for them."""
+    if not is_recent:
+        write_json(folder / "added_tokens.json", stated)
+        return
+    flags = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+    decoder = {str(i): {"content": text, "special": False, **flags} for text, i in stated.items()}
+    config = {"eos_token": "<|stop|>", "added_tokens_decoder": decoder}
+    write_json(folder / "tokenizer_config.json", config)
+
+
+@pytest.mark.parametrize("is_recent", [False, True], ids=["an old folder", "a recent one"])
+def test_tokens_that_only_the_files_beside_tokenizer_json_state_are_added(
+    copied, tokenizer, is_recent
+):
+    """They stay whole in a prompt, and do not vanish from the text."""
+    size = tokenizer.backend.get_vocab_size()
+    write_json(copied / "tokenizer_config.json", {"eos_token": "<|stop|>"})
+    state_tokens(copied, {"<think>": size, "</think>": size + 1, "<|user|>": 2}, is_recent)
+    loaded = load(copied)
+    theirs = PreTrainedTokenizerFast.from_pretrained(copied)
+    for text in ("<think>hello</think> world", "<|user|>hello<|stop|>"):
+        ids = loaded.encode(text)
+        assert ids == theirs(text).input_ids
+        assert loaded.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert {size, size + 1} <= set(loaded.encode("<think>hello</think>"))
+
+
+def test_a_token_is_special_where_tokenizer_config_says_so(copied, tokenizer):
+    """tokenizer.json may say otherwise; such a token has no text."""
+    backend = tokenizers.Tokenizer.from_file(str(copied / "tokenizer.json"))
+    backend.add_tokens(["<think>"])
+    backend.save(str(copied / "tokenizer.json"))
+    number = backend.token_to_id("<think>")
+    assert load(copied).decode([number]) == "<think>"
+    stated = {number: {"content": "<think>", "special": True}}
+    write_json(copied / "tokenizer_config.json", {"added_tokens_decoder": stated})
+    assert load(copied).decode([number]) == ""
+    assert not load(copied).has_text(number)
+
+
+@pytest.mark.parametrize("is_recent", [False, True], ids=["an old folder", "a recent one"])
+def test_a_token_that_cannot_have_the_id_that_is_stated_is_named(copied, tokenizer, is_recent):
+    size = tokenizer.backend.get_vocab_size()
+    state_tokens(copied, {"<think>": size + 7}, is_recent)
+    with pytest.raises(
+        CheckpointError, match=f"'<think>' the id {size + 7}.*gives it {size}.*save"
+    ):
+        load(copied)
+
+
+@pytest.mark.parametrize("entry", [5, {"text": "a"}, {"content": 5}, None])
+def test_malformed_added_tokens_are_named(copied, entry):
+    write_json(copied / "tokenizer_config.json", {"added_tokens_decoder": {"400": entry}})
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json.*added_tokens_decoder"):
+        load(copied)
+
+
 def test_code_of_a_checkpoint_is_not_run(copied):
     """The error names a way that there is: no argument allows the code."""
     (copied / "tokenizer.json").unlink()
@@ -280,6 +338,23 @@ def test_bug_18_every_end_of_sequence_id_is_honoured(folder, tokenizer):
     """generation_config.json's list, config.json's single id and the tokenizer's own token."""
     assert checkpoint_eos_token_ids(folder) == (2, 0)
     assert tokenizer.eos_token_ids == (2, 0, 3)
+
+
+@pytest.mark.parametrize("is_recent", [False, True], ids=["an old folder", "a recent one"])
+def test_the_special_tokens_of_an_old_folder_are_in_a_file_of_their_own(copied, is_recent):
+    """As for transformers, it does not count beside `added_tokens_decoder`."""
+    recent = {"added_tokens_decoder": {}} if is_recent else {}
+    config = {"eos_token": "<|user|>", "bos_token": "<|begin|>", **recent}
+    write_json(copied / "tokenizer_config.json", config)
+    write_json(copied / "special_tokens_map.json", {"eos_token": {"content": "<|stop|>"}})
+    (copied / "chat_template.jinja").write_text("{{ bos_token }}a{{ eos_token }}", encoding="utf-8")
+    loaded = load(copied)
+    user, stop = 2, 3
+    assert loaded.eos_token_ids == (2, 0, *([] if is_recent else [stop]))
+    theirs = PreTrainedTokenizerFast.from_pretrained(copied)
+    expected = theirs.apply_chat_template([{"role": "user", "content": "hi"}], return_dict=False)
+    assert loaded.apply_chat_template([{"role": "user", "content": "hi"}]) == expected
+    assert expected[-1] == (user if is_recent else stop)
 
 
 @pytest.mark.parametrize("value", ["2", -1, [1, "x"], True, 1.5])

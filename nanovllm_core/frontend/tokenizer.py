@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
-from tokenizers import processors
+from tokenizers import AddedToken, processors
 from tokenizers.decoders import DecodeStream
 from tokenizers.processors import TemplateProcessing
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 REPLACEMENT = "\ufffd"
 """The replacement for bytes that are not valid UTF-8, or that are an incomplete character."""
 OTHER_FORMATS = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_ADDED = "added_tokens_decoder"
+"""The key of tokenizer_config.json with tokens beyond a vocabulary; older folders lack it."""
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _LONGEST_VOCABULARY = 2**31  # the engine keeps ids as int32
 _MOST_HELD = 16
 """Ids without text at most that a `Detokenizer` decodes again with the next one."""
@@ -51,7 +54,7 @@ class Tokenizer:
         backend.no_padding()
         self.backend = backend
         self.folder = folder
-        self._config = read_json(folder / "tokenizer_config.json")
+        self._config = _read_settings(folder)
         if self._config.get("add_bos_token") is True:
             _begin_with(backend, _content(self._config.get("bos_token")))
         self._template = _find_template(folder, self._config)
@@ -75,6 +78,7 @@ class Tokenizer:
             )
         if (folder / "tokenizer.json").is_file():
             backend = _read_backend(folder / "tokenizer.json")
+            _add_tokens(backend, folder)
         elif any((folder / name).is_file() for name in OTHER_FORMATS):
             backend = _convert_with_transformers(folder)
         else:
@@ -280,6 +284,53 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
             f"{path} cannot be read as a tokenizer: {error}; fetch the file again, or check that "
             "it is not a Git LFS pointer"
         ) from error
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json; special tokens of older folders are in special_tokens_map.json."""
+    config = read_json(folder / "tokenizer_config.json")
+    if _ADDED in config:
+        return config
+    return {**config, **read_json(folder / "special_tokens_map.json")}
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, folder: Path) -> None:
+    """Add the tokens that only the files beside tokenizer.json state, as transformers does.
+
+    What is special there is special. Raises CheckpointError for tokens that are malformed, or that
+    would not get the id that is stated.
+    """
+    config, file = _read_settings(folder), "tokenizer_config.json"
+    try:
+        if _ADDED in config:
+            stated = {int(number): _token(one) for number, one in config[_ADDED].items()}
+        else:
+            file = "added_tokens.json"
+            special = {_content(value) for value in config.values()}
+            stated = {
+                number: AddedToken(text, special=text in special, normalized=text not in special)
+                for text, number in read_json(folder / file).items()
+                if backend.token_to_id(text) is None
+            }
+        numbers = sorted(stated)
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        raise CheckpointError(
+            f"{folder / file}: the added tokens ({_ADDED}) cannot be read: {error}; fetch it again"
+        ) from error
+    known = backend.get_added_tokens_decoder()
+    backend.add_tokens([stated[n] for n in numbers if repr(stated[n]) != repr(known.get(n))])
+    for number in numbers:
+        text = stated[number].content
+        if (own := backend.token_to_id(text)) != number:
+            raise CheckpointError(
+                f"{folder / file} gives {shown(text)} the id {number}, but tokenizer.json gives it "
+                f"{own}; save the tokenizer again with `save_pretrained`, or remove the token there"
+            )
+
+
+def _token(entry: Mapping[str, Any]) -> AddedToken:
+    flags = {name: entry[name] for name in _FLAGS if name in entry}  # of others the library prints
+    return AddedToken(entry["content"], **flags)
 
 
 def _begin_with(backend: tokenizers.Tokenizer, bos: str | None) -> None:
