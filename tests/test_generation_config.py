@@ -85,15 +85,19 @@ def test_a_malformed_value_names_the_file_before_anything_is_loaded(
     assert start(load_config(str(folder), overrides=plain)).sampling_defaults == {}
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_beams", 4), ("stop_strings", ["###"]), ("token_healing", True), ("dola_layers", "low")],
+)
 def test_a_setting_that_the_engine_has_not_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, value: object
 ) -> None:
     """Neutral values, which transformers writes too, are not."""
-    write(tmp_path, {**WITHOUT_EFFECT, "num_beams": 4})
+    write(tmp_path, {**WITHOUT_EFFECT, name: value})
     with caplog.at_level(logging.WARNING):
         assert read_sampling_defaults(tmp_path) == {}
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path / 'generation_config.json'}: num_beams=4 has no effect here"
+        f"{tmp_path / 'generation_config.json'}: {name}={value!r} has no effect here"
     ]
 
 

@@ -42,8 +42,12 @@ WITHOUT_EFFECT: Mapping[str, Any] = {
     "guidance_scale": None,
     "min_length": 0,
     "min_new_tokens": None,
+    "stop_strings": None,
+    "token_healing": False,
+    "dola_layers": None,
+    "watermarking_config": None,
 }
-"""Sampling settings of transformers that the engine does not support, with neutral values."""
+"""Settings of transformers that change answers and are not supported, with neutral values."""
 
 
 def read_sampling_defaults(folder: Path) -> Mapping[str, float]:
