@@ -20,6 +20,7 @@ from nanovllm_core.errors import ArchitectureError, shown
 from nanovllm_core.layers.settings import positive_float, positive_int, true_or_false
 
 _DEFAULT_THETA = 10_000.0
+_REMEDY = "use another checkpoint, or another plugin for its architecture"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,17 +57,22 @@ class RopeConfig:
         rope = _rope_settings(config)
         if kinds := sorted(key for key, value in rope.items() if isinstance(value, Mapping)):
             raise ArchitectureError(
-                f"rope_parameters differ between layer types ({', '.join(kinds)}), "
-                "which is not supported: all layers must rotate alike"
+                f"config.json: rope_parameters differ between layer types ({', '.join(kinds)}), "
+                f"which is not supported: all layers must rotate alike; {_REMEDY}"
             )
         kind = rope.get("rope_type", rope.get("type")) or "default"
         if kind not in _FREQUENCIES:
+            # Up to there dynamic frequencies are the default ones.
+            dynamic = "state 'default' for sequences of at most max_position_embeddings"
             raise ArchitectureError(
-                f"rope type {shown(kind)} is not supported; supported are "
-                f"{', '.join(_FREQUENCIES)}, and no kind whose rotation changes under cached keys"
+                f"config.json: rope_type {shown(kind)} is not supported, only "
+                f"{', '.join(_FREQUENCIES)}, and no kind whose rotation changes under cached keys; "
+                f"{dynamic if kind == 'dynamic' else _REMEDY}"
             )
         if "mrope_section" in rope:
-            raise ArchitectureError("mrope_section (multimodal rope) is not supported")
+            raise ArchitectureError(
+                f"config.json: mrope_section (multimodal rope) is not supported; {_REMEDY}"
+            )
         plain = cls(
             theta=positive_float(rope, "rope_theta", _DEFAULT_THETA),
             rotary_size=_rotary_size(head_size, positive_float(rope, "partial_rotary_factor", 1.0)),
@@ -96,8 +102,9 @@ def _rotary_size(head_size: int, partial: float) -> int:
     size = int(head_size * partial)
     if size % 2 != 0 or not 0 < size <= head_size:
         raise ArchitectureError(
-            f"the rotary size ({size} = head size {head_size} x partial_rotary_factor {partial}) "
-            f"must be even and between 2 and {head_size}"
+            f"config.json: the rotary size ({size} = head size {head_size} x partial_rotary_factor "
+            f"{partial}) must be even and between 2 and {head_size}; check the checkpoint's "
+            "config.json"
         )
     return size
 

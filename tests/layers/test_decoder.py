@@ -105,7 +105,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "rms_norm_eps must be a positive number, not -1": {"rms_norm_eps": -1},
     "rms_norm_eps must be a positive number, not nan": {"rms_norm_eps": float("nan")},
     "rope_theta must be a positive number, not 0": {"rope_theta": 0},
-    "rope type 'dynamic' is not supported": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "rope_type 'dynamic' is not supported": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
 }
 
 

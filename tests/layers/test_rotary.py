@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -131,6 +132,16 @@ def test_yarn_stretches_the_longest_context() -> None:
     assert math.isclose(stretched.attention_factor, 0.1 * math.log(8.0) + 1.0)
 
 
+def test_within_its_length_dynamic_rope_is_the_default_one() -> None:
+    """So that the remedy which its refusal names gives the right numbers."""
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 500.0}
+    theirs = Qwen3RotaryEmbedding(Qwen3Config(**SIZES, rope_parameters=dynamic))
+    cos, _ = theirs(torch.zeros(1), torch.arange(256)[None])
+    rope = RopeConfig.from_config({**SIZES, "rope_theta": 500.0}, HEAD_SIZE)
+    table = build_cos_sin_cache(rope, torch.device("cpu"))
+    torch.testing.assert_close(table[:, : HEAD_SIZE // 2], cos[0, :, : HEAD_SIZE // 2])
+
+
 def test_a_config_without_rope_settings_rotates_by_the_default() -> None:
     """Theta is 10,000."""
     assert RopeConfig.from_config(SIZES, HEAD_SIZE).theta == 10_000.0
@@ -143,9 +154,11 @@ def test_part_of_a_head_can_rotate() -> None:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "'dynamic'.*supported are default.*cached keys": {"rope_type": "dynamic", "factor": 2.0},
-    "'longrope'.*cached keys": {"rope_type": "longrope"},
-    "'spiral' is not supported": {"type": "spiral"},
+    "'dynamic'.*only default.*cached keys; state 'default'": {
+        "rope_type": "dynamic", "factor": 2.0,
+    },
+    "'longrope'.*cached keys; use another": {"rope_type": "longrope"},
+    "rope_type 'spiral' is not supported": {"type": "spiral"},
     "differ between layer types": {"full_attention": {"rope_type": "default"}},
     "mrope_section": {"rope_type": "default", "mrope_section": [8, 12, 12]},
     "linear rope: factor must be a positive number, not None": {"rope_type": "linear"},
@@ -166,8 +179,10 @@ REFUSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_would_be_wrong_is_refused_with_a_reason(message: str) -> None:
     """No kind is silently treated as another."""
-    with pytest.raises(ArchitectureError, match=message):
+    with pytest.raises(ArchitectureError, match=message) as caught:
         RopeConfig.from_config({**SIZES, "rope_parameters": REFUSED[message]}, HEAD_SIZE)
+    assert str(caught.value).startswith("config.json"), "the file"
+    assert re.search("; (use|check|state) ", str(caught.value)), "what to do"
 
 
 @pytest.mark.parametrize("length", [None, 0, -1, True, 2.7, "256"])
