@@ -131,7 +131,9 @@ def refuse_unless(config: Mapping[str, Any], **served: Any) -> None:
 
 
 def _refuse_what_no_decoder_here_computes(config: Mapping[str, Any]) -> None:
-    refuse_unless(config, hidden_act="silu", is_causal=True)
+    refuse_unless(config, is_causal=True)
+    if config.get("hidden_act") != "swish":  # another name of it
+        refuse_unless(config, hidden_act="silu")
     kinds = sorted(set(config.get("layer_types") or ()))
     if len(kinds) > 1:
         raise ArchitectureError(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.activations import ACT2FN
 
 from nanovllm_core import api, layers
 from nanovllm_core.api import ArchitectureError, ModelShape, PluginLoadError
@@ -62,6 +63,14 @@ def test_what_is_absent_or_null_has_its_usual_value() -> None:
         settings = DecoderConfig.from_config(config)
         assert (settings.num_key_value_heads, settings.head_dim) == (4, 16)
         assert (settings.rms_norm_eps, settings.tie_word_embeddings) == (1e-6, False)
+
+
+@pytest.mark.parametrize("name", ["silu", "swish"])
+def test_an_activation_may_have_either_of_its_names(name: str) -> None:
+    """transformers knows SiLU by both."""
+    x = torch.linspace(-4, 4, 9)
+    torch.testing.assert_close(ACT2FN[name](x), torch.nn.functional.silu(x))
+    assert DecoderConfig.from_config({**CONFIG, "hidden_act": name})
 
 
 def test_the_shape_is_that_of_the_settings() -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_core.api import ArchitectureError
-from nanovllm_core.layers import DecoderConfig, DecoderForCausalLM
+from nanovllm_core.layers import DecoderConfig, DecoderForCausalLM, true_or_false
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _WINDOW, _FIRST_SLIDING_LAYER = 4096, 28
@@ -26,7 +26,7 @@ class Qwen2ForCausalLM(DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, config: Mapping[str, Any]) -> DecoderConfig:
-        slides = config.get("use_sliding_window")
+        slides = true_or_false(config, "use_sliding_window")
         window = config.get("sliding_window", _WINDOW) if slides else None
         # Layers of different kinds are judged here: they are alike if the window hides nothing.
         settings = DecoderConfig.from_config(

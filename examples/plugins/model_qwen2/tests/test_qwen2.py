@@ -86,6 +86,13 @@ def test_layers_that_slide_without_a_window_are_refused() -> None:
         Qwen2ForCausalLM.read_config(config)
 
 
+def test_a_switch_of_windows_that_is_a_text_is_refused() -> None:
+    """The text "false" would count as true, and hide all but the last tokens."""
+    config = {**QWEN2_5_0_5B, "use_sliding_window": "false", "max_window_layers": 0}
+    with pytest.raises(ArchitectureError, match="use_sliding_window must be true or false, not"):
+        Qwen2ForCausalLM.read_config(config)
+
+
 def test_layers_of_an_unknown_kind_are_refused_beside_a_window_that_hides_nothing() -> None:
     """Such a window makes only full and sliding layers alike."""
     config = {**QWEN2_5_0_5B, "use_sliding_window": True, "layer_types": ["chunked_attention"] * 24}
