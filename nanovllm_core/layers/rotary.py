@@ -149,6 +149,8 @@ def _with_yarn(
     usual = mscale()
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         usual = mscale(number("mscale")) / mscale(number("mscale_all_dim"))
+    # The key of YaRN's own code, which transformers ignores.
+    usual *= number("attn_factor", 1.0)
     return replace(
         scaled,
         attention_factor=number("attention_factor", usual),

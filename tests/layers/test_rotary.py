@@ -132,6 +132,16 @@ def test_yarn_stretches_the_longest_context() -> None:
     assert math.isclose(stretched.attention_factor, 0.1 * math.log(8.0) + 1.0)
 
 
+@pytest.mark.parametrize(("stated", "expected"), [({}, 1.0), ({"attention_factor": 0.7}, 0.7)])
+def test_the_attn_factor_of_yarns_own_code_counts(
+    stated: dict[str, float], expected: float
+) -> None:
+    """DeepSeek-R1-0528-Qwen3-8B undoes the usual factor with it; transformers ignores the key."""
+    rope = {**YARN, "attn_factor": 0.8782488562869419, **stated}
+    config = RopeConfig.from_config({**SIZES, "rope_scaling": rope}, HEAD_SIZE)
+    assert config.attention_factor == pytest.approx(expected, abs=1e-12)
+
+
 def test_within_its_length_dynamic_rope_is_the_default_one() -> None:
     """So that the remedy which its refusal names gives the right numbers."""
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 500.0}
