@@ -304,6 +304,13 @@ def test_a_token_that_cannot_have_the_id_that_is_stated_is_named(copied, tokeniz
         load(copied)
 
 
+def test_null_for_the_added_tokens_is_that_there_are_none(copied):
+    """The special tokens are then where an older folder has them."""
+    write_json(copied / "tokenizer_config.json", {"added_tokens_decoder": None})
+    write_json(copied / "special_tokens_map.json", {"eos_token": "<|stop|>"})
+    assert load(copied).eos_token_ids == (2, 0, 3)
+
+
 @pytest.mark.parametrize("entry", [5, {"text": "a"}, {"content": 5}, None])
 def test_malformed_added_tokens_are_named(copied, entry):
     write_json(copied / "tokenizer_config.json", {"added_tokens_decoder": {"400": entry}})

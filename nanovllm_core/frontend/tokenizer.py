@@ -289,7 +289,7 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
 def _read_settings(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json; special tokens of older folders are in special_tokens_map.json."""
     config = read_json(folder / "tokenizer_config.json")
-    if _ADDED in config:
+    if config.get(_ADDED) is not None:
         return config
     return {**config, **read_json(folder / "special_tokens_map.json")}
 
@@ -302,14 +302,14 @@ def _add_tokens(backend: tokenizers.Tokenizer, folder: Path) -> None:
     """
     config, file = _read_settings(folder), "tokenizer_config.json"
     try:
-        if _ADDED in config:
+        if config.get(_ADDED) is not None:
             stated = {int(number): _token(one) for number, one in config[_ADDED].items()}
         else:
             file = "added_tokens.json"
             special = {_content(value) for value in config.values()}
             stated = {
-                number: AddedToken(text, special=text in special, normalized=text not in special)
-                for text, number in read_json(folder / file).items()
+                int(n): AddedToken(text, special=text in special, normalized=text not in special)
+                for text, n in read_json(folder / file).items()
                 if backend.token_to_id(text) is None
             }
         numbers = sorted(stated)
