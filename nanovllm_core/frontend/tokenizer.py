@@ -289,9 +289,8 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
 def _read_settings(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json; special tokens of older folders are in special_tokens_map.json."""
     config = read_json(folder / "tokenizer_config.json")
-    if config.get(_ADDED) is not None:
-        return config
-    return {**config, **read_json(folder / "special_tokens_map.json")}
+    is_old = config.get(_ADDED) is None
+    return {**config, **(read_json(folder / "special_tokens_map.json") if is_old else {})}
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, folder: Path) -> None:
@@ -312,25 +311,24 @@ def _add_tokens(backend: tokenizers.Tokenizer, folder: Path) -> None:
                 for text, n in read_json(folder / file).items()
                 if backend.token_to_id(text) is None
             }
-        numbers = sorted(stated)
     except (TypeError, ValueError, AttributeError, LookupError) as error:
         raise CheckpointError(
             f"{folder / file}: the added tokens ({_ADDED}) cannot be read: {error}; fetch it again"
         ) from error
     known = backend.get_added_tokens_decoder()
-    backend.add_tokens([stated[n] for n in numbers if repr(stated[n]) != repr(known.get(n))])
-    for number in numbers:
-        text = stated[number].content
-        if (own := backend.token_to_id(text)) != number:
+    backend.add_tokens([stated[n] for n in sorted(stated) if repr(stated[n]) != repr(known.get(n))])
+    for number, token in stated.items():
+        if (own := backend.token_to_id(token.content)) != number:
             raise CheckpointError(
-                f"{folder / file} gives {shown(text)} the id {number}, but tokenizer.json gives it "
-                f"{own}; save the tokenizer again with `save_pretrained`, or remove the token there"
+                f"{folder / file} gives {shown(token.content)} the id {number}, but tokenizer.json "
+                f"gives it {own}; save the tokenizer again with `save_pretrained`, or remove the "
+                "token there"
             )
 
 
 def _token(entry: Mapping[str, Any]) -> AddedToken:
-    flags = {name: entry[name] for name in _FLAGS if name in entry}  # of others the library prints
-    return AddedToken(entry["content"], **flags)
+    # Of other keys the library prints.
+    return AddedToken(entry["content"], **{name: entry[name] for name in _FLAGS if name in entry})
 
 
 def _begin_with(backend: tokenizers.Tokenizer, bos: str | None) -> None:
