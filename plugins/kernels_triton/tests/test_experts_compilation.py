@@ -364,7 +364,7 @@ def test_one_warp_ranks_experts_without_shared_memory(reports: dict[str, AotRepo
     assert report.ptx.count("bar.sync") <= 1
 
 
-@pytest.mark.parametrize("capability", [80, 86, 100, 120])
+@pytest.mark.parametrize("capability", [80, pytest.param(86, marks=pytest.mark.slow), 100, 120])
 def test_every_plan_fits_the_shared_memory_of_other_gpus(capability: int) -> None:
     """What takes more than the GPU grants a program does not start; tiles of every height."""
     granted = SHARED_MEMORY[capability]
