@@ -28,10 +28,7 @@ from nanovllm_core.errors import (
 from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
 from nanovllm_core.interfaces.cache_groups import SequenceNeed, make_groups
 from nanovllm_core.interfaces.model import UNREADABLE_ERRORS, AttentionShape, ModelShape
-from nanovllm_core.interfaces.specs import (
-    ResolvedPlugin,
-    SamplerSpec,
-)
+from nanovllm_core.interfaces.specs import ResolvedPlugin, SamplerSpec
 from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.kinds import KINDS
 from nanovllm_core.registry.manager import PluginManager, get_plugin_manager

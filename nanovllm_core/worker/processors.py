@@ -16,11 +16,7 @@ from torch import Tensor
 
 from nanovllm_core.errors import PluginFailedError
 from nanovllm_core.interfaces.executor import WorkerSetup
-from nanovllm_core.interfaces.logits_processor import (
-    LogitsContext,
-    LogitsProcessor,
-    LogitsRequest,
-)
+from nanovllm_core.interfaces.logits_processor import LogitsContext, LogitsProcessor, LogitsRequest
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec
 from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.manager import get_plugin_manager
