@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import monotonic, perf_counter
@@ -258,16 +258,8 @@ class EngineLoop:
             batch = self.engine.new_batch()
             with no_collections():  # Each would look at every id of the prompts before.
                 for new in message.requests:
-                    batch.add(
-                        new.request_id,
-                        new.prompt_token_ids,
-                        new.params,
-                        stream=new.stream,
-                        searched=bool(new.params.stop),
-                        labels=new.labels,
-                        output_token_ids=new.output_token_ids,
-                        cache_salt=new.cache_salt,
-                    )
+                    asked = {one.name: getattr(new, one.name) for one in fields(new)}
+                    batch.add(**asked, searched=bool(new.params.stop))
                     added += 1
         except Exception as error:
             names = tuple(new.request_id for new in message.requests)

@@ -201,7 +201,8 @@ class Worker:
         """Apply the plan and launch its step; never waits for the device, but in debug mode.
 
         Raises EngineClosedError before a start and after `close`, InconsistentStateError for a plan
-        whose decoding rows it does not have, ModelOutputError in debug mode.
+        whose decoding rows it does not have and while the step before waits for masks, and in debug
+        mode, for which it looks at the logits, ModelOutputError.
         """
         if self._runner is None:
             raise EngineClosedError(_CLOSED)
@@ -247,7 +248,10 @@ class Worker:
         The first is an upper bound: whether the device had finished the step before is looked at
         behind the launch.
         """
-        return (0, 0) if self._runner is None else self._runner.late_steps
+        if self._runner is None:
+            return 0, 0
+        results = self._runner.sampling.results
+        return results.num_late, results.num_overlapped
 
     def close(self) -> None:
         """Free the device. May be called twice, and without a start."""
