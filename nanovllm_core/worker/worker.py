@@ -6,7 +6,7 @@ import gc
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -204,14 +204,7 @@ class Worker:
         whose decoding rows it does not have and while the step before waits for masks, and in debug
         mode, for which it looks at the logits, ModelOutputError.
         """
-        if self._runner is None:
-            raise EngineClosedError(_CLOSED)
-        try:
-            with _THERE if self._is_there() else self._on_device:
-                self._runner.submit(plan)
-        except Exception as error:
-            self._explain(error)
-            raise
+        self._launch(ModelRunner.submit, plan)
 
     def sample(self, masks: TokenMasks) -> None:
         """Launch the sampling of the step submitted last; never waits, but in debug mode.
@@ -219,21 +212,21 @@ class Worker:
         Raises EngineClosedError as `submit` does, InconsistentStateError where that step does not
         wait for these masks, ModelOutputError in debug mode.
         """
+        self._launch(ModelRunner.sample, masks)
+
+    def _launch(self, launch: Callable[[ModelRunner, Any], None], part: object) -> None:
+        """Launch a part of a step; an error says whose code ran in it."""
         if self._runner is None:
             raise EngineClosedError(_CLOSED)
         try:
             with _THERE if self._is_there() else self._on_device:
-                self._runner.sample(masks)
-        except Exception as error:
-            self._explain(error)
-            raise
-
-    def _explain(self, error: Exception) -> None:
-        """Say whose code ran in the step: in a new ModelOutputError, or in a note."""
-        if isinstance(error, ModelOutputError):
+                launch(self._runner, part)
+        except ModelOutputError as error:
             raise ModelOutputError(f"{error}; the step was of {self._parts}", error.rows) from None
-        if not isinstance(error, NanoVLLMError):
-            error.add_note(f"in a step of {self._parts}")
+        except Exception as error:
+            if not isinstance(error, NanoVLLMError):
+                error.add_note(f"in a step of {self._parts}")
+            raise
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight; ExecutorError where none is."""
