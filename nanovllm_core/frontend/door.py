@@ -106,21 +106,13 @@ class Door:
         return self._encode(prompt)  # type: ignore[arg-type]  # no message, so a prompt
 
     def _new_request(
-        self,
-        ids: list[int],
-        params: SamplingParams,
-        labels: Labels | None,
-        stream: bool = False,
-        cache_salt: bytes = b"",
+        self, ids: list[int], params: SamplingParams, labels: Labels | None, **others: Any
     ) -> NewRequest:
+        """A request with checked parameters; `others` are further fields of `NewRequest`."""
         check_params(params, self._client.tokenizer is not None)
+        name = self._client.new_request_id()
         return NewRequest(
-            request_id=self._client.new_request_id(),
-            prompt_token_ids=ids,
-            params=params,
-            stream=stream,
-            labels=labels,
-            cache_salt=cache_salt,
+            request_id=name, prompt_token_ids=ids, params=params, labels=labels, **others
         )
 
     def _streams(self, request: NewRequest) -> list[OutputStream]:
