@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self
 
 from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.config.sources import load_config
@@ -19,8 +19,6 @@ from nanovllm_core.interfaces.plan import WorkerInfo
 from nanovllm_core.interfaces.request_labels import Labels
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 
-AnyDoor = TypeVar("AnyDoor", bound="Door")
-
 
 class Door:
     """A started engine with its tokenizer; `close()` frees the device."""
@@ -29,7 +27,7 @@ class Door:
         self._open(load_config(model, file=config_file, overrides=kwargs))
 
     @classmethod
-    def from_config(cls: type[AnyDoor], config: EngineConfig) -> AnyDoor:
+    def from_config(cls, config: EngineConfig) -> Self:
         """An engine for a configuration that is already whole."""
         door = cls.__new__(cls)
         door._open(config)
