@@ -21,7 +21,6 @@ from nanovllm_core.interfaces.specs import (
     KindSpec,
     LogitsProcessorSpec,
     PluginSpec,
-    ResolvedPlugin,
     SchedulerSpec,
 )
 from nanovllm_core.registry.discovery import (
@@ -72,11 +71,6 @@ def core_requirement(lines: Iterable[str]) -> Requirement | None:
             ):
                 return found
     return None
-
-
-def describe(plugin: ResolvedPlugin) -> str:
-    """Kind, name, distribution and version, for messages."""
-    return f"{plugin.kind} {plugin.name!r} ({plugin.distribution} {plugin.version})"
 
 
 def only_spec(plugin: InstalledPlugin, kind: Kind, specs: Sequence[Any]) -> Any:

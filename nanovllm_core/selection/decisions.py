@@ -29,7 +29,6 @@ from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
 from nanovllm_core.interfaces.cache_groups import SequenceNeed, make_groups
 from nanovllm_core.interfaces.model import UNREADABLE_ERRORS, AttentionShape, ModelShape
 from nanovllm_core.interfaces.specs import ResolvedPlugin, SamplerSpec
-from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.kinds import KINDS
 from nanovllm_core.registry.manager import PluginManager, get_plugin_manager
 from nanovllm_core.registry.objects import load_object
@@ -115,7 +114,7 @@ class Decisions:
             return cast(ModelShape, implementation.shape(config))
         except UNREADABLE_ERRORS as error:
             raise ArchitectureError(
-                f"{self.checkpoint / CONFIG_NAME} cannot be read by {describe(self.model)}: "
+                f"{self.checkpoint / CONFIG_NAME} cannot be read by {self.model}: "
                 f"{clip(describe_error(error), 1000)}; correct that setting or fetch the file "
                 "again, or correct the plugin if it is at fault"
             ) from error

@@ -19,7 +19,6 @@ from nanovllm_core.interfaces.executor import Executor, WorkerSetup
 from nanovllm_core.interfaces.observer import ObserverContext, StepObserver
 from nanovllm_core.interfaces.scheduler import Scheduler, SchedulingPolicy
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec, ResolvedPlugin, SchedulerSpec
-from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.manager import PluginManager
 from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.selection.decisions import SEQUENCE, Decisions
@@ -87,7 +86,7 @@ def start(config: EngineConfig) -> Startup:
         decisions,
         setup,
         made_scheduler,
-        describe(scheduler),
+        str(scheduler),
         made_executor,
         processors,
         make_observers(decisions),
@@ -140,11 +139,11 @@ def make_scheduler(plugins: PluginManager, resolved: ResolvedPlugin) -> Schedule
     level = "policy" if isinstance(made, SchedulingPolicy) else "scheduler"
     if spec.level != level:
         raise PluginLoadError(
-            f"{describe(resolved)}: its level is {spec.level!r}, and {resolved.impl} makes a "
+            f"{resolved}: its level is {spec.level!r}, and {resolved.impl} makes a "
             f"{level}; state level={level!r} in its spec"
         )
     if level == "policy":
-        return TokenBudgetScheduler(made, describe(resolved))
+        return TokenBudgetScheduler(made, str(resolved))
     return cast(Scheduler, made)
 
 
@@ -161,7 +160,7 @@ def make_constraints(
     )
     return {
         one.name: LoadedConstraint(
-            describe(one),
+            str(one),
             cast(ConstraintSpec, decisions.plugins.spec(one.kind, one.name)),
             make_plugin(one, context),
         )
@@ -178,7 +177,7 @@ def make_observers(decisions: Decisions) -> dict[str, StepObserver]:
     made: dict[str, StepObserver] = {}
     try:
         for index, one in enumerate(decisions.named("observer")):
-            made[f"observers[{index}]: {describe(one)}"] = make_plugin(one, context)
+            made[f"observers[{index}]: {one}"] = make_plugin(one, context)
     except BaseException:
         close_observers(made)
         raise

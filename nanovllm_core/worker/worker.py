@@ -28,7 +28,6 @@ from nanovllm_core.interfaces.kernels import CompilingKernels, KernelSet
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.parallel import SINGLE, ParallelContext
 from nanovllm_core.interfaces.plan import StepPlan, StepResult, TokenMasks, WorkerInfo
-from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.worker.attention import PagedAttention
 from nanovllm_core.worker.graphs import compile_launches
@@ -72,7 +71,7 @@ class Worker:
         self._streams_before: tuple[Any, ...] = ()
         attention = setup.prefill_attention, setup.decode_attention
         parts = setup.model, *attention, setup.kernels, setup.sampler
-        self._parts = ", ".join(dict.fromkeys(map(describe, parts)))
+        self._parts = ", ".join(dict.fromkeys(map(str, parts)))
         """The plugins whose code runs in a step, but for processors, which name themselves."""
 
     def start(self) -> WorkerInfo:
