@@ -82,7 +82,7 @@ def test_a_malformed_value_names_the_file_before_anything_is_loaded(
     if isinstance(content, dict):
         assert "generation_config: none" in str(caught.value)
     plain = {"device": "cpu", "generation_config": "none"}
-    assert start(load_config(str(folder), overrides=plain)).sampling_defaults == {}
+    assert start(load_config(str(folder), overrides=plain)).decisions.sampling_defaults == {}
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,7 @@ def chat(
 ) -> None:
     """Chat with the model; each prompt holds the conversation so far."""
     params = sampling.sampling_params(ctx)
-    loaded = options.loaded_config(
-        model, config, attention, scheduler, device, dtype, settings,
-        generation_config=generation_config, chat_template_kwargs=chat_template_kwargs,
-    )  # fmt: skip
+    loaded = options.loaded_config(ctx)
     opening = [] if system is None else [{"role": "system", "content": system}]
     with options.open_llm(loaded.config) as llm:
         llm.tokenizer.require_chat_template()

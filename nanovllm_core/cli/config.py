@@ -19,7 +19,7 @@ from nanovllm_core.diagnostics.schema import config_schema
 from nanovllm_core.errors import ConfigError, NanoVLLMError
 from nanovllm_core.registry.kinds import KINDS
 from nanovllm_core.registry.manager import PluginManager, get_plugin_manager
-from nanovllm_core.selection.decisions import Decisions, select_engine_client, select_executor
+from nanovllm_core.selection.decisions import BY_SIZE, Decisions, select_by_size
 
 app = typer.Typer(no_args_is_help=True, help="Show and check the configuration.")
 
@@ -93,8 +93,7 @@ def check_plugins(manager: PluginManager, config: EngineConfig) -> None:
         if not choice.is_auto
     ]
     checks.append(partial(manager.enable, config.plugins.enable))
-    checks.append(partial(select_executor, manager, config))
-    checks.append(partial(select_engine_client, manager, config))
+    checks += [partial(select_by_size, manager, config, kind) for kind in BY_SIZE]
     raise_all(checks)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanovllm_core.config.errors import FLAT_KEYWORDS
 from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.config.sources import LoadedConfig, load_with_sources, parse_flags
 
@@ -74,28 +75,25 @@ def one_file(argument: Path | None, option: Path | None) -> Path | None:
     return argument or option
 
 
-def loaded_config(
-    model: str | None,
-    config: Path | None,
-    attention: Any,
-    scheduler: str | None,
-    device: str | None,
-    dtype: str | None,
-    settings: list[str] | None,
-    defaults: Mapping[str, Any] | None = None,
-    **fields: Any,
-) -> LoadedConfig:
-    """The configuration that these flags give on top of the file and the environment.
+FLAGS = (EngineConfig.model_fields.keys() | FLAT_KEYWORDS.keys()) - {"seed"}
+"""The flags of commands that are fields of the configuration; `--seed` is that of a request."""
 
-    `attention` is the text of the flag, where `flash+triton` is a pair of prefill and decode, or
-    what a file would say in its place. `fields` are further fields of `EngineConfig`; None where
-    the flag was left out. `defaults` stand where no source says otherwise.
+
+def loaded_config(
+    ctx: typer.Context, *, defaults: Mapping[str, Any] | None = None, **changed: Any
+) -> LoadedConfig:
+    """The configuration that a command's flags give on top of the file and the environment.
+
+    `--attention` may be a pair of prefill and decode, `flash+triton`. `changed` stand in the place
+    of flags, and take what a file may say. `defaults` stand where no source says otherwise.
     """
+    params = ctx.params | changed
+    attention = params.get("attention")
     if isinstance(attention, str) and "+" in attention:
-        attention = dict(zip(("prefill", "decode"), attention.split("+", 1), strict=True))
-    fields |= {"attention": attention, "scheduler": scheduler, "device": device, "dtype": dtype}
-    flags = parse_flags(settings or (), model=model, **fields)
-    return load_with_sources(file=config, overrides=flags, defaults=defaults)
+        params["attention"] = dict(zip(("prefill", "decode"), attention.split("+", 1), strict=True))
+    fields = {name: value for name, value in params.items() if name in FLAGS}
+    flags = parse_flags(params["settings"] or (), **fields)
+    return load_with_sources(file=params["config"], overrides=flags, defaults=defaults)
 
 
 def open_llm(config: EngineConfig) -> LLM:

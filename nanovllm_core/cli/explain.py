@@ -14,6 +14,7 @@ from nanovllm_core.cli import engine_options as options
 
 
 def explain(
+    ctx: typer.Context,
     file: options.FileArgument = None,
     config: options.ConfigFile = None,
     model: options.Model = None,
@@ -31,8 +32,7 @@ def explain(
     # It asks torch for devices, and plugins what they can do.
     from nanovllm_core.diagnostics.explain import explain as explain_config
 
-    path = options.one_file(file, config)
-    loaded = options.loaded_config(model, path, attention, scheduler, device, dtype, settings)
+    loaded = options.loaded_config(ctx, config=options.one_file(file, config))
     seams = explain_config(loaded)
     if as_json:
         print(json.dumps([asdict(seam) for seam in seams], indent=2))

@@ -151,10 +151,7 @@ def generate(
     if chat_template_kwargs and not any(one.messages for one in inputs):
         raise typer.BadParameter("--chat-template-kwargs goes with --chat")
     show = _how_to_show(inputs, params, stream, as_json)
-    loaded = options.loaded_config(
-        model, config, attention, scheduler, device, dtype, settings,
-        generation_config=generation_config, chat_template_kwargs=chat_template_kwargs,
-    )  # fmt: skip
+    loaded = options.loaded_config(ctx)
     with options.open_llm(loaded.config) as llm:
         show(Work(llm, [one.prepare(llm) for one in inputs], echo))
 

@@ -20,7 +20,13 @@ from nanovllm_core.interfaces.attention import Phase
 from nanovllm_core.interfaces.specs import ResolvedPlugin
 from nanovllm_core.registry.kinds import EXTENSION, KINDS, Kind
 from nanovllm_core.selection.attention import SMALLEST_BLOCK, Candidate, evaluate_layers
-from nanovllm_core.selection.decisions import NAMED_KINDS, SEQUENCE, Decisions, compute_capability
+from nanovllm_core.selection.decisions import (
+    BY_SIZE,
+    NAMED_KINDS,
+    SEQUENCE,
+    Decisions,
+    compute_capability,
+)
 from nanovllm_core.selection.fit import beaten, rivals
 from nanovllm_core.selection.generation_config import FILE_NAME, describe_defaults
 
@@ -173,14 +179,12 @@ def _kernels(view: View) -> Words:
     return chosen, why, {**others, **selection.others}
 
 
-def _by_size(view: View, kind: str, field: str) -> Words:
-    """The plugin of a kind whose `auto` follows a number."""
-    return _named(view, KINDS[kind], f"auto: {field} is {getattr(view.config, field)}")
-
-
 def _named(view: View, kind: Kind, automatic: str = "") -> Words:
     """The plugins that the configuration names, of a kind; `automatic` is why, for `auto`."""
     chosen = view.named(kind.name)
+    if kind.name in BY_SIZE:
+        size = BY_SIZE[kind.name][0]
+        automatic = f"auto: {size} is {getattr(view.config, size)}"
     path, choices = kind.choice, getattr(view.config, kind.choice)
     if isinstance(choices, PluginChoice):
         path, automatic = f"{path}.{choices.KEY}", automatic if choices.is_auto else ""
@@ -245,8 +249,6 @@ VIEWS: Mapping[str, Callable[[View], Words]] = {
     "KV blocks": _blocks,
     **{name: partial(_named, kind=KINDS[kind]) for name, kind in NAMED_KINDS.items()},
     "kernels": _kernels,
-    "executor": partial(_by_size, kind="executor", field="tensor_parallel_size"),
-    "engine client": partial(_by_size, kind="engine_client", field="data_parallel_size"),
     "sampling defaults": _sampling_defaults,
     "CUDA graphs": _graphs,
     "longest sequence": _length,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from time import perf_counter
 
@@ -90,20 +90,8 @@ class Observation:
         wanted = any(type(o).on_request_finished is not unread for o in self._observers.values())
         if request.finish_reason is None or not wanted:
             return
-        record = RequestRecord(
-            request_id=request.group_id,
-            index=request.index,
-            labels=request.labels,
-            finish_reason=request.finish_reason,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=request.num_cached_tokens,
-            num_output_tokens=request.num_output_tokens,
-            num_preemptions=request.num_preemptions,
-            arrival_time=request.arrival_time,
-            first_scheduled_time=request.first_scheduled_time,
-            first_token_time=request.first_token_time,
-            finished_time=request.finished_time,
-        )
+        facts = {one.name: getattr(request, one.name) for one in fields(RequestRecord)}
+        record = RequestRecord(**{**facts, "request_id": request.group_id})
         self._tell("on_request_finished", record)
 
     def _tell(self, method: str, record: StepRecord | RequestRecord) -> None:

@@ -233,7 +233,7 @@ class Planner:
     def _make_room(self, request: Request) -> bool:
         """Preempt until each group can have a block; False if the request itself was preempted."""
         while self.kv.pool.num_free < len(self.kv.windows):
-            decoding = [self.running[row] for row in self.rows.decoding_rows()]
+            decoding = [self.running[row] for row in np.flatnonzero(self.rows.decoding).tolist()]
             candidates = {r.request_id: r for r in (*self.prefilling.values(), *decoding)}
             chosen = self.scheduler.choose_victim(tuple(candidates.values()))
             victim = candidates.get(chosen) if isinstance(chosen, str) else None

@@ -122,11 +122,9 @@ class RequestOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFactory:
-    """Makes the requests of one engine, whose rows they will stand in.
+    """Makes the requests of one engine, whose rows they will stand in; see `Engine` for the fields.
 
-    `eos_token_ids` end a request unless it ignores them, `processors` and `constraints` are what it
-    may ask for, `seed` is what the seeds of requests without one are derived from, and
-    `sampling_defaults` hold for the fields of `sampling_params.NEUTRAL` that it does not state.
+    `seed` is what the seeds of requests without one are derived from.
     """
 
     limits: EngineLimits

@@ -85,10 +85,6 @@ class RowTable:
         if block_size:
             self.publish_at[row] = (num_computed // block_size + 1) * block_size + 1
 
-    def decoding_rows(self) -> list[int]:
-        rows: list[int] = np.flatnonzero(self.decoding).tolist()
-        return rows
-
     def make_batch(self) -> DecodeBatch:
         """The rows that decode now."""
         rows = np.flatnonzero(self.decoding)

@@ -8,27 +8,19 @@ from nanovllm_core.engine import (
     EngineStats as EngineStats,
     OutputDelta as OutputDelta,
 )
-from nanovllm_core.engine.request_factory import (
-    derive_seed as derive_seed,
-)
-from nanovllm_core.frontend.async_llm import (
-    AsyncLLM as AsyncLLM,
-)
+from nanovllm_core.engine.request_factory import derive_seed as derive_seed
+from nanovllm_core.frontend.async_llm import AsyncLLM as AsyncLLM
 from nanovllm_core.frontend.client import (
     EngineClient as EngineClient,
     Mailbox as Mailbox,
     open_engine as open_engine,
 )
-from nanovllm_core.frontend.door import (
-    Door as Door,
-)
+from nanovllm_core.frontend.door import Door as Door
 from nanovllm_core.frontend.gc_freeze import (
     frozen_objects as frozen_objects,
     no_collections as no_collections,
 )
-from nanovllm_core.frontend.llm import (
-    LLM as LLM,
-)
+from nanovllm_core.frontend.llm import LLM as LLM
 from nanovllm_core.frontend.loop import (
     EngineLoop as EngineLoop,
     Started as Started,
@@ -54,9 +46,5 @@ from nanovllm_core.frontend.outputs import (
     RequestOutput as RequestOutput,
     Transcript as Transcript,
 )
-from nanovllm_core.frontend.thread import (
-    ThreadClient as ThreadClient,
-)
-from nanovllm_core.frontend.tokenizer import (
-    Tokenizer as Tokenizer,
-)
+from nanovllm_core.frontend.thread import ThreadClient as ThreadClient
+from nanovllm_core.frontend.tokenizer import Tokenizer as Tokenizer

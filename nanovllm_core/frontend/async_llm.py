@@ -53,7 +53,7 @@ class AsyncLLM(Door):
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         ids = self._encode_one(prompt, chat_template_kwargs)
-        request = self._new_request(ids, params, labels, stream, cache_salt)
+        request = self._new_request(ids, params, labels, stream=stream, cache_salt=cache_salt)
         streams, left = self._streams(request), params.n
         loop = asyncio.get_running_loop()
         mailbox = self._mailboxes.get(loop)

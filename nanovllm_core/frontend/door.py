@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self
 
 from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.config.sources import load_config
@@ -19,8 +19,6 @@ from nanovllm_core.interfaces.plan import WorkerInfo
 from nanovllm_core.interfaces.request_labels import Labels
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 
-AnyDoor = TypeVar("AnyDoor", bound="Door")
-
 
 class Door:
     """A started engine with its tokenizer; `close()` frees the device."""
@@ -29,7 +27,7 @@ class Door:
         self._open(load_config(model, file=config_file, overrides=kwargs))
 
     @classmethod
-    def from_config(cls: type[AnyDoor], config: EngineConfig) -> AnyDoor:
+    def from_config(cls, config: EngineConfig) -> Self:
         """An engine for a configuration that is already whole."""
         door = cls.__new__(cls)
         door._open(config)
@@ -106,21 +104,13 @@ class Door:
         return self._encode(prompt)  # type: ignore[arg-type]  # no message, so a prompt
 
     def _new_request(
-        self,
-        ids: list[int],
-        params: SamplingParams,
-        labels: Labels | None,
-        stream: bool = False,
-        cache_salt: bytes = b"",
+        self, ids: list[int], params: SamplingParams, labels: Labels | None, **others: Any
     ) -> NewRequest:
+        """A request with checked parameters; `others` are further fields of `NewRequest`."""
         check_params(params, self._client.tokenizer is not None)
+        name = self._client.new_request_id()
         return NewRequest(
-            request_id=self._client.new_request_id(),
-            prompt_token_ids=ids,
-            params=params,
-            stream=stream,
-            labels=labels,
-            cache_salt=cache_salt,
+            request_id=name, prompt_token_ids=ids, params=params, labels=labels, **others
         )
 
     def _streams(self, request: NewRequest) -> list[OutputStream]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import monotonic, perf_counter
@@ -19,21 +19,8 @@ from nanovllm_core.engine import (
     OutputDelta,
 )
 from nanovllm_core.errors import EngineClosedError
+from nanovllm_core.frontend import messages
 from nanovllm_core.frontend.gc_freeze import freeze_objects, no_collections, thawed_objects
-from nanovllm_core.frontend.messages import (
-    Abort,
-    AddRequests,
-    Answer,
-    Close,
-    Deliver,
-    EndAt,
-    Ended,
-    GetStats,
-    Message,
-    Refused,
-    ResetPrefixCache,
-    WaitIdle,
-)
 from nanovllm_core.frontend.tokenizer import Tokenizer, checkpoint_eos_token_ids
 from nanovllm_core.interfaces.plan import WorkerInfo
 from nanovllm_core.selection.startup import Startup, make_constraints, start, wake_gpu
@@ -61,11 +48,11 @@ class EngineLoop:
     def __init__(self, config: EngineConfig, name: str) -> None:
         self.config = config
         self.name = name
-        self.inbox: SimpleQueue[Message] = SimpleQueue()
+        self.inbox: SimpleQueue[messages.Message] = SimpleQueue()
         self.started: Future[Started] = Future()
         self.is_starting = True
         self.is_open = True
-        self.subscribers: dict[int, Deliver] = {}
+        self.subscribers: dict[int, messages.Deliver] = {}
         """A door registers before it looks at `is_open`, so that the last answer reaches it."""
         self.close_error: BaseException | None = None
         self.turns = 0
@@ -114,8 +101,8 @@ class EngineLoop:
         if self.config.device != "cpu":
             Thread(target=wake_gpu, daemon=True).start()
         startup = self._startup = start(self.config)
-        observation = Observation(startup.observers) if startup.observers else None
-        self._observation = observation
+        if startup.observers:
+            self._observation = Observation(startup.observers)
         try:
             tokenizer = Tokenizer.find(startup.setup.tokenizer, self.config.chat_template_kwargs)
             # The tokenizer may lie in another folder; the ids that end a text are the checkpoint's.
@@ -126,16 +113,41 @@ class EngineLoop:
             info = startup.executor.start(startup.setup)
             seconds = {"plan": planned, **info.start_seconds}
             info = replace(info, choices=(*startup.choices, *info.choices), start_seconds=seconds)
-            self.engine = make_engine(self.config, startup, info, eos, constraints, observation)
+            self.engine = self._make_engine(info, eos, constraints)
             freeze_objects()
             self._is_ready = True
-            startup.plugins.hook.nanovllm_engine_started(info=info)
+            startup.decisions.plugins.hook.nanovllm_engine_started(info=info)
             self.is_starting = False
         except BaseException:
             self.is_starting = False
             self._close()
             raise
-        return Started(info, tokenizer, dict(startup.sampling_defaults))
+        return Started(info, tokenizer, dict(startup.decisions.sampling_defaults))
+
+    def _make_engine(
+        self,
+        info: WorkerInfo,
+        eos_token_ids: tuple[int, ...],
+        constraints: dict[str, LoadedConstraint],
+    ) -> Engine:
+        """The engine of the started executor."""
+        config, startup = self.config, self._startup
+        return Engine(
+            startup.executor,
+            startup.scheduler,
+            EngineLimits.of(config, info),
+            eos_token_ids=eos_token_ids,
+            sampling_defaults=startup.decisions.sampling_defaults,
+            logits_processors=startup.logits_processors,
+            constraints=constraints,
+            constraint_seconds=config.limits.constraint_seconds,
+            observation=self._observation,
+            prefix_caching=config.cache.prefix_caching,
+            steps_ahead=config.steps_ahead,
+            seed=config.seed,
+            debug=config.debug,
+            scheduler_name=startup.scheduler_name,
+        )
 
     def _close(self) -> None:
         """Free the device and close the observers; extensions hear of an engine that was ready."""
@@ -146,11 +158,11 @@ class EngineLoop:
                 if self._observation is not None:
                     self._observation.close()
         if self._is_ready:
-            self._startup.plugins.hook.nanovllm_engine_closed()
+            self._startup.decisions.plugins.hook.nanovllm_engine_closed()
 
     # -- serving
 
-    def _serve(self) -> Close:
+    def _serve(self) -> messages.Close:
         """Handle messages, and take steps while requests are unfinished; wait otherwise.
 
         An error of the engine reaches every caller; later requests are then refused by the engine.
@@ -168,14 +180,14 @@ class EngineLoop:
                 message = self._next_message()
                 self.is_idle = False
                 self.turns += 1
-                if isinstance(message, Close):
+                if isinstance(message, messages.Close):
                     return message
                 self._handle(message)
             except BaseException as error:
                 self._samples.clear()
                 self._end_all(error)
 
-    def _next_message(self) -> Message:
+    def _next_message(self) -> messages.Message:
         """Wait for a message; meanwhile look after the workers of an engine that nobody borrows."""
         while not (self._is_lent or self.engine.stats.ended):
             left = self._checked + CHECK_SECONDS - monotonic()
@@ -188,7 +200,7 @@ class EngineLoop:
 
     def _end_all(self, error: BaseException) -> None:
         for number in tuple(self.subscribers):
-            self._answer(number, Ended(error))
+            self._answer(number, messages.Ended(error))
 
     def _deliver(self, deltas: list[OutputDelta]) -> None:
         """Give each subscriber its deltas of this step, all at once."""
@@ -207,7 +219,7 @@ class EngineLoop:
         for number, its_deltas in by_subscriber.items():
             self._answer(number, its_deltas)
 
-    def _answer(self, number: int, answer: Answer) -> None:
+    def _answer(self, number: int, answer: messages.Answer) -> None:
         """Hand an answer to a subscriber; the requests of one that cannot take it are aborted."""
         deliver = self.subscribers.get(number)
         if deliver is None:
@@ -220,74 +232,39 @@ class EngineLoop:
                 if owner == number:
                     self.engine.abort(request_id)
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: messages.Message) -> None:
         match message:
-            case AddRequests():
+            case messages.AddRequests():
                 self._add(message)
-            case Abort():
+            case messages.Abort():
                 for request_id in message.request_ids:
                     self.engine.abort(request_id)
-            case EndAt():
+            case messages.EndAt():
                 self.engine.end_at(
                     message.request_id, message.index, message.num_tokens, message.stop
                 )
-            case GetStats():
+            case messages.GetStats():
                 self._answer(message.subscriber, self.engine.stats)
-            case WaitIdle():
+            case messages.WaitIdle():
                 self._waiting_for_idle.append(message.subscriber)
-            case ResetPrefixCache():
+            case messages.ResetPrefixCache():
                 self.engine.reset_prefix_cache()
                 self._answer(message.subscriber, self.engine.stats)
 
-    def _add(self, message: AddRequests) -> None:
+    def _add(self, message: messages.AddRequests) -> None:
         """Add all requests of a message, or none."""
         added = 0
         try:
             batch = self.engine.new_batch()
             with no_collections():  # Each would look at every id of the prompts before.
                 for new in message.requests:
-                    batch.add(
-                        new.request_id,
-                        new.prompt_token_ids,
-                        new.params,
-                        stream=new.stream,
-                        searched=bool(new.params.stop),
-                        labels=new.labels,
-                        output_token_ids=new.output_token_ids,
-                        cache_salt=new.cache_salt,
-                    )
+                    asked = {one.name: getattr(new, one.name) for one in fields(new)}
+                    batch.add(**asked, searched=bool(new.params.stop))
                     added += 1
         except Exception as error:
             names = tuple(new.request_id for new in message.requests)
-            self._answer(message.subscriber, Refused(error, names, added))
+            self._answer(message.subscriber, messages.Refused(error, names, added))
         else:
             self.engine.enqueue(batch)
             for new in message.requests:
                 self._samples[new.request_id] = message.subscriber, new.params.n
-
-
-def make_engine(
-    config: EngineConfig,
-    startup: Startup,
-    info: WorkerInfo,
-    eos_token_ids: tuple[int, ...],
-    constraints: dict[str, LoadedConstraint],
-    observation: Observation | None,
-) -> Engine:
-    """The engine of a started executor."""
-    return Engine(
-        startup.executor,
-        startup.scheduler,
-        EngineLimits.of(config, info),
-        eos_token_ids=eos_token_ids,
-        sampling_defaults=startup.sampling_defaults,
-        logits_processors=startup.logits_processors,
-        constraints=constraints,
-        constraint_seconds=config.limits.constraint_seconds,
-        observation=observation,
-        prefix_caching=config.cache.prefix_caching,
-        steps_ahead=config.steps_ahead,
-        seed=config.seed,
-        debug=config.debug,
-        scheduler_name=startup.scheduler_name,
-    )

@@ -129,10 +129,8 @@ class _StopStrings:
         return 0
 
 
-@lru_cache(maxsize=16)
-def _index(strings: tuple[str, ...]) -> _StopStrings:
-    """For all samples of a request."""
-    return _StopStrings(strings)
+_index = lru_cache(maxsize=16)(_StopStrings)
+"""One for all samples of a request."""
 
 
 class OutputStream:

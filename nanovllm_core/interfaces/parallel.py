@@ -69,14 +69,6 @@ class SingleRank(TensorParallel):
         return x
 
 
-def _own(number: int) -> int:
-    return number
-
-
-def _alone() -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelContext:
     """What a worker knows of the other ranks; made in its own process.
@@ -93,8 +85,8 @@ class ParallelContext:
     world_size: int = 1
     device: str | None = None
     tensor_parallel: TensorParallel = field(default_factory=SingleRank)
-    min_over_ranks: Callable[[int], int] = field(default=_own, repr=False)
-    connect: Callable[[], None] = field(default=_alone, repr=False)
+    min_over_ranks: Callable[[int], int] = field(default=lambda number: number, repr=False)
+    connect: Callable[[], None] = field(default=lambda: None, repr=False)
 
 
 SINGLE = ParallelContext()

@@ -223,3 +223,7 @@ class ResolvedPlugin:
     impl: str
     interface: str = ""
     options: BaseModel = field(default_factory=NoOptions)
+
+    def __str__(self) -> str:
+        """Kind, name, distribution and version, for messages."""
+        return f"{self.kind} {self.name!r} ({self.distribution} {self.version})"

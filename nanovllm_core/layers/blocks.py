@@ -5,8 +5,6 @@ A model calls these instead of its layers one by one; the kernel set decides wha
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
-
 from torch import Tensor, nn
 
 from nanovllm_core.layers.linear import (
@@ -46,42 +44,23 @@ def gated_mlp(
     return linear_add(hidden_TF, down, residual_TE)
 
 
-@runtime_checkable
-class Announced(Protocol):
-    """A block that returns a residual and may sum it over ranks."""
-
-    def announce(self, norm: RMSNorm) -> None:
-        """`norm` is the next reader of the residual that the block returns."""
-
-
 def announce_norm(block: nn.Module, norm: RMSNorm) -> None:
-    """Tell a block, once, that `norm` is the next reader of its residual, if it wants to know.
+    """Tell a block, once, that `norm` reads next the residual that it returns.
 
-    Ranks, or a kernel set, may then norm the sum where they sum it. Nothing may write to the
-    residual in between.
+    By its method `announce(norm)`, if it has one. Ranks, or a kernel set, may then norm the sum
+    where they sum it. Nothing may write to the residual in between.
     """
-    if isinstance(block, Announced):
-        block.announce(norm)
-
-
-@runtime_checkable
-class Fetching(Protocol):
-    """A block whose kernels have time to fetch a weight that another block reads."""
-
-    def announce_next(self, matrix: WeightMatrix) -> None:
-        """The next product is that by `matrix`."""
-
-
-@runtime_checkable
-class Starting(Protocol):
-    """A block that says which product it starts with."""
-
-    @property
-    def first_matrix(self) -> WeightMatrix:
-        """The matrix of that product."""
+    if (announce := getattr(block, "announce", None)) is not None:
+        announce(norm)
 
 
 def announce_next(block: nn.Module, following: nn.Module) -> None:
-    """Tell a block, once, which product starts the one behind it, where both have to do with it."""
-    if isinstance(block, Fetching) and isinstance(following, Starting):
-        block.announce_next(following.first_matrix)
+    """Tell a block, once, which product starts the one behind it, for its kernels to fetch.
+
+    By its method `announce_next(matrix)`, if it has one and `following` has a `first_matrix`, the
+    matrix of the product that it starts with.
+    """
+    announce = getattr(block, "announce_next", None)
+    matrix: WeightMatrix | None = getattr(following, "first_matrix", None)
+    if announce is not None and matrix is not None:
+        announce(matrix)

@@ -17,13 +17,7 @@ from nanovllm_core.layers.context import LayerContext
 from nanovllm_core.layers.linear import SumOverRanks
 from nanovllm_core.layers.matrix import Piece, Pieces, WeightMatrix, make_split_parameter
 from nanovllm_core.layers.mlp import GatedMLP
-from nanovllm_core.layers.module import (
-    Layer,
-    ModelParameter,
-    ShardId,
-    copy_weight,
-    make_parameter,
-)
+from nanovllm_core.layers.module import Layer, ModelParameter, ShardId, copy_weight, make_parameter
 from nanovllm_core.layers.norm import RMSNorm
 
 _GATE, _UP, _DOWN = "gate_proj", "up_proj", "down_proj"

@@ -140,11 +140,8 @@ class RowParallelLinear(Layer):
 
     def add_to(self, x: Tensor, residual: Tensor) -> Tensor:
         """residual + x W^T + b. The residual is overwritten: use only what is returned."""
-        if self.context.tp.size == 1:
-            return self._add_alone(x, residual)
-        return self.sum.add_to(self._part(x), residual)
-
-    def _add_alone(self, x: Tensor, residual: Tensor) -> Tensor:
+        if self.context.tp.size > 1:
+            return self.sum.add_to(self._part(x), residual)
         norm = self.sum.norm
         if norm is not None:
             fused = self.matrix.linear_add_norm(x, residual, norm.factors, norm.eps, self.bias)

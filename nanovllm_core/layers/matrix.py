@@ -81,6 +81,10 @@ class WeightMatrix(ABC):
     are captured as they are.
     """
 
+    tensor: Tensor | None = None
+    """W as one tensor in the model's dtype; None in a format that stores it otherwise. Only with it
+    are a set's optional operations called: `NormingKernels`, `RoutingKernels`, `MixtureKernels`."""
+
     def __init__(self, layer: Layer, outputs: Pieces, inputs: Piece) -> None:
         """`outputs` and `inputs` say which part of the checkpoint's W this rank holds."""
         self.kernels = layer.context.kernels
@@ -91,7 +95,7 @@ class WeightMatrix(ABC):
     @property
     def streamed(self) -> Tensor | None:
         """The tensor that products of few rows read from its beginning; None: it is not said."""
-        return None
+        return self.tensor
 
     @abstractmethod
     def embed(self, ids_T: Tensor) -> Tensor:
@@ -132,7 +136,10 @@ class WeightMatrix(ABC):
         bias_E: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | None:
         """As `NormingKernels.linear_add_norm`. None: layers call `linear_add`, then a norm."""
-        return None
+        kernels, weight = self.kernels, self.tensor
+        if weight is None or not isinstance(kernels, NormingKernels):
+            return None
+        return kernels.linear_add_norm(x_TF, weight, residual_TE, norm_weight_E, eps, bias_E)
 
     def norm_route(
         self,
@@ -143,7 +150,10 @@ class WeightMatrix(ABC):
         bias_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """As `RoutingKernels.norm_route`, of a router's W. None: the router calls the others."""
-        return None
+        kernels, weight = self.kernels, self.tensor
+        if weight is None or not isinstance(kernels, RoutingKernels):
+            return None
+        return kernels.norm_route(x_TE, norm_weight_E, eps, weight, routing, bias_N)
 
     def norm_experts(
         self,
@@ -157,21 +167,25 @@ class WeightMatrix(ABC):
         residual_TE: Tensor | None = None,
     ) -> Tensor | None:
         """As `MixtureKernels.norm_experts`, of a router's W. None: layers call the others."""
-        return None
+        kernels, weight = self.kernels, self.tensor
+        if weight is None or not isinstance(kernels, MixtureKernels):
+            return None
+        stacks = gate_up_N2FE, down_NEF
+        return kernels.norm_experts(
+            x_TE, norm_weight_E, eps, weight, routing, bias_N, *stacks, residual_TE
+        )
 
 
 class PlainMatrix(WeightMatrix):
     """One tensor in the model's dtype, as in the checkpoint: every method is a kernel's call."""
+
+    tensor: ModelParameter
 
     def __init__(self, layer: Layer, outputs: Pieces, inputs: Piece) -> None:
         super().__init__(layer, outputs, inputs)
         self.tensor = make_split_parameter(layer.context, outputs, inputs)
         self.tensor.dummy_std = layer.dummy_std
         layer.weight = self.tensor
-
-    @property
-    def streamed(self) -> Tensor:
-        return self.tensor
 
     def embed(self, ids_T: Tensor) -> Tensor:
         return self.kernels.embed(ids_T, self.tensor)
@@ -198,48 +212,3 @@ class PlainMatrix(WeightMatrix):
 
     def linear_add(self, x_TF: Tensor, residual_TE: Tensor, bias_E: Tensor | None = None) -> Tensor:
         return self.kernels.linear_add(x_TF, self.tensor, residual_TE, bias_E)
-
-    def linear_add_norm(
-        self,
-        x_TF: Tensor,
-        residual_TE: Tensor,
-        norm_weight_E: Tensor,
-        eps: float,
-        bias_E: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor] | None:
-        kernels = self.kernels
-        if not isinstance(kernels, NormingKernels):
-            return None
-        return kernels.linear_add_norm(x_TF, self.tensor, residual_TE, norm_weight_E, eps, bias_E)
-
-    def norm_route(
-        self,
-        x_TE: Tensor,
-        norm_weight_E: Tensor,
-        eps: float,
-        routing: Routing,
-        bias_N: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        kernels = self.kernels
-        if not isinstance(kernels, RoutingKernels):
-            return None
-        return kernels.norm_route(x_TE, norm_weight_E, eps, self.tensor, routing, bias_N)
-
-    def norm_experts(
-        self,
-        x_TE: Tensor,
-        norm_weight_E: Tensor,
-        eps: float,
-        routing: Routing,
-        bias_N: Tensor | None,
-        gate_up_N2FE: Tensor,
-        down_NEF: Tensor,
-        residual_TE: Tensor | None = None,
-    ) -> Tensor | None:
-        kernels = self.kernels
-        if not isinstance(kernels, MixtureKernels):
-            return None
-        return kernels.norm_experts(
-            x_TE, norm_weight_E, eps, self.tensor, routing, bias_N,
-            gate_up_N2FE, down_NEF, residual_TE,
-        )  # fmt: skip

@@ -28,7 +28,9 @@ class RMSNorm(Layer):
     def forward(self, x_TE: Tensor) -> Tensor:
         """[T, size] -> [T, size]; computed in float32, rounded to x's dtype."""
         normed_TE = self.take(x_TE)
-        return self._compute(x_TE) if normed_TE is None else normed_TE
+        if normed_TE is None:
+            normed_TE = self.context.kernels.rms_norm(x_TE, self.factors, self.eps)
+        return normed_TE
 
     def put(self, x_TE: Tensor, normed_TE: Tensor) -> None:
         """norm(x), which the kernel that made x has computed too, for the next reader of x."""
@@ -41,9 +43,6 @@ class RMSNorm(Layer):
             return None
         self._ahead = None
         return ahead[1] if ahead[0] is x_TE else None
-
-    def _compute(self, x_TE: Tensor) -> Tensor:
-        return self.context.kernels.rms_norm(x_TE, self.factors, self.eps)
 
 
 class ZeroCenteredRMSNorm(RMSNorm):

@@ -10,7 +10,6 @@ from nanovllm_core.registry.hookspecs import hookimpl
 
 @hookimpl
 def nanovllm_schedulers() -> Sequence[specs.SchedulerSpec]:
-    """First come, first served."""
     return [
         specs.SchedulerSpec(
             name="fcfs",
@@ -24,7 +23,6 @@ def nanovllm_schedulers() -> Sequence[specs.SchedulerSpec]:
 
 @hookimpl
 def nanovllm_executors() -> Sequence[specs.ExecutorSpec]:
-    """One worker in this process."""
     return [
         specs.ExecutorSpec(
             name="single",
@@ -38,7 +36,6 @@ def nanovllm_executors() -> Sequence[specs.ExecutorSpec]:
 
 @hookimpl
 def nanovllm_engine_clients() -> Sequence[specs.EngineClientSpec]:
-    """One engine in this process."""
     return [
         specs.EngineClientSpec(
             name="thread",
@@ -51,7 +48,6 @@ def nanovllm_engine_clients() -> Sequence[specs.EngineClientSpec]:
 
 @hookimpl
 def nanovllm_checkpoints() -> Sequence[specs.CheckpointSpec]:
-    """Folders of this machine, and models of the Hugging Face hub."""
     return [
         specs.CheckpointSpec(
             name="local",
@@ -70,7 +66,6 @@ def nanovllm_checkpoints() -> Sequence[specs.CheckpointSpec]:
 
 @hookimpl
 def nanovllm_samplers() -> Sequence[specs.SamplerSpec]:
-    """The Gumbel-max trick over a counter-based generator."""
     return [
         specs.SamplerSpec(
             name="gumbel",
@@ -86,7 +81,6 @@ def nanovllm_samplers() -> Sequence[specs.SamplerSpec]:
 
 @hookimpl
 def nanovllm_kernels() -> Sequence[specs.KernelSetSpec]:
-    """The torch reference; sets for GPUs are plugins."""
     return [
         specs.KernelSetSpec(
             name="torch",

@@ -21,7 +21,6 @@ from nanovllm_core.interfaces.specs import (
     KindSpec,
     LogitsProcessorSpec,
     PluginSpec,
-    ResolvedPlugin,
     SchedulerSpec,
 )
 from nanovllm_core.registry.discovery import (
@@ -32,12 +31,7 @@ from nanovllm_core.registry.discovery import (
     known_groups,
 )
 from nanovllm_core.registry.hookspecs import PROJECT
-from nanovllm_core.registry.kinds import (
-    KINDS,
-    Kind,
-    contract_problem,
-    declared_group,
-)
+from nanovllm_core.registry.kinds import KINDS, Kind, contract_problem, declared_group
 
 CORE = "nanovllm-core"
 
@@ -79,11 +73,6 @@ def core_requirement(lines: Iterable[str]) -> Requirement | None:
     return None
 
 
-def describe(plugin: ResolvedPlugin) -> str:
-    """Kind, name, distribution and version, for messages."""
-    return f"{plugin.kind} {plugin.name!r} ({plugin.distribution} {plugin.version})"
-
-
 def only_spec(plugin: InstalledPlugin, kind: Kind, specs: Sequence[Any]) -> Any:
     """The spec of this plugin's name among what the hook of its kind returned."""
     for strange in (spec for spec in specs if not isinstance(spec, kind.spec)):
@@ -113,40 +102,32 @@ def _set_of(kind: type) -> Callable[[object], bool]:
     return lambda found: isinstance(found, Set) and all(isinstance(one, kind) for one in found)
 
 
+def _or_none(is_right: Callable[[Any], bool]) -> Callable[[object], bool]:
+    return lambda found: found is None or is_right(found)
+
+
 def _is_pair(found: object) -> bool:
-    return found is None or (isinstance(found, tuple) and [*map(type, found)] == [int, int])
+    return isinstance(found, tuple) and [*map(type, found)] == [int, int]
 
 
-_NAMES, _WHOLES = _set_of(str), _set_of(int)
+_NAMES = _set_of(str)
 _DEVICES = "not a set of torch's device types, such as {'cuda'}"
 _DTYPES = "not a set of names, such as {'bfloat16'}"
 _SIZES = "neither None nor a set of whole numbers, such as {64, 128}"
 _PAIR = "neither None nor a pair such as (9, 0)"
-_FIELDS: tuple[tuple[type, str, Callable[[Any], bool], str], ...] = (
-    (AttentionCapabilities, "devices", _NAMES, _DEVICES),
-    (AttentionCapabilities, "dtypes", _NAMES, _DTYPES),
-    (AttentionCapabilities, "phases", _NAMES, "not a set of phases, such as {'decode'}"),
-    (AttentionCapabilities, "head_sizes", lambda it: it is None or _WHOLES(it), _SIZES),
-    (AttentionCapabilities, "min_compute_capability", _is_pair, _PAIR),
-    (AttentionCapabilities, "max_compute_capability", _is_pair, _PAIR),
-    (AttentionSpec, "kv_layouts", callable, "not a function"),
-    (AttentionSpec, "check", callable, "not a function"),
-    (AttentionSpec, "rank", callable, "not a function"),
-    (
-        AttentionSpec,
-        "provider",
-        lambda it: it is None or callable(it),
-        "neither None nor a function",
-    ),
-    (DeviceSpec, "devices", _NAMES, _DEVICES),
-    (KernelSetSpec, "dtypes", _NAMES, _DTYPES),
-    (KernelSetSpec, "min_compute_capability", _is_pair, _PAIR),
-    (
-        KernelSetSpec,
-        "rank",
-        lambda it: isinstance(it, int) and not isinstance(it, bool),
-        "not an integer",
-    ),
+_BOUNDS = "min_compute_capability", "max_compute_capability"
+_FIELDS: tuple[tuple[type, tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (AttentionCapabilities, ("devices",), _NAMES, _DEVICES),
+    (AttentionCapabilities, ("dtypes",), _NAMES, _DTYPES),
+    (AttentionCapabilities, ("phases",), _NAMES, "not a set of phases, such as {'decode'}"),
+    (AttentionCapabilities, ("head_sizes",), _or_none(_set_of(int)), _SIZES),
+    (AttentionCapabilities, _BOUNDS, _or_none(_is_pair), _PAIR),
+    (AttentionSpec, ("kv_layouts", "check", "rank"), callable, "not a function"),
+    (AttentionSpec, ("provider",), _or_none(callable), "neither None nor a function"),
+    (DeviceSpec, ("devices",), _NAMES, _DEVICES),
+    (KernelSetSpec, ("dtypes",), _NAMES, _DTYPES),
+    (KernelSetSpec, _BOUNDS[:1], _or_none(_is_pair), _PAIR),
+    (KernelSetSpec, ("rank",), lambda it: type(it) is int, "not an integer"),
 )
 """Fields that a listing or a selection reads, what each must be, and what a wrong one is not."""
 
@@ -175,9 +156,10 @@ def _problems(spec: PluginSpec | KindSpec, kind: Kind) -> Iterator[str]:
 
 
 def _field_problems(owner: object, path: str = "") -> Iterator[str]:
-    for kind, field, is_right, wrong in _FIELDS:
-        if isinstance(owner, kind) and not is_right(found := getattr(owner, field)):
-            yield f"{path}{field} {found!r:.80} is {wrong}"
+    for kind, names, is_right, wrong in _FIELDS:
+        for field in names if isinstance(owner, kind) else ():
+            if not is_right(found := getattr(owner, field)):
+                yield f"{path}{field} {found!r:.80} is {wrong}"
 
 
 def _choice_problems(field: str, found: object, literal: Any) -> Iterator[str]:

@@ -8,7 +8,6 @@ from typing import Any, get_args
 
 from nanovllm_core.errors import NanoVLLMError, PluginLoadError, describe_error, shown
 from nanovllm_core.interfaces.specs import ResolvedPlugin
-from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.discovery import UNKNOWN
 
 
@@ -21,7 +20,7 @@ def load_object(target: str | ResolvedPlugin) -> Any:
         impl, owner = target, ""
     else:
         _check_version(target)
-        impl, owner = target.impl, f" of {describe(target)}"
+        impl, owner = target.impl, f" of {target}"
     module, _, name = impl.partition(":")
     try:
         found: Any = importlib.import_module(module)
@@ -41,7 +40,7 @@ def make_plugin(resolved: ResolvedPlugin, *arguments: object) -> Any:
     """
     if arguments and (isinstance(arguments[0], type) or get_args(arguments[0])):
         raise PluginLoadError(
-            f"{describe(resolved)}: make takes no type any more: leave {shown(arguments[0])} out, "
+            f"{resolved}: make takes no type any more: leave {shown(arguments[0])} out, "
             "and state `interface` in the kind's declaration"
         )
     implementation = load_object(resolved)
@@ -51,7 +50,7 @@ def make_plugin(resolved: ResolvedPlugin, *arguments: object) -> Any:
         raise
     except Exception as error:
         raise PluginLoadError(
-            f"{describe(resolved)}: {resolved.impl} cannot be made: {describe_error(error)}"
+            f"{resolved}: {resolved.impl} cannot be made: {describe_error(error)}"
         ) from error
     if not resolved.interface:
         return made
@@ -60,13 +59,12 @@ def make_plugin(resolved: ResolvedPlugin, *arguments: object) -> Any:
         is_one = isinstance(made, interface)
     except (PluginLoadError, TypeError) as error:
         raise PluginLoadError(
-            f"{describe(resolved)}: the interface {resolved.interface!r} of its kind is no type: "
-            f"{error}"
+            f"{resolved}: the interface {resolved.interface!r} of its kind is no type: {error}"
         ) from error
     if not is_one:
         names = " or ".join(one.__name__ for one in get_args(interface) or (interface,))
         raise PluginLoadError(
-            f"{describe(resolved)}: {resolved.impl} made {shown(made)}, which is no {names}"
+            f"{resolved}: {resolved.impl} made {shown(made)}, which is no {names}"
         )
     return made
 
@@ -80,6 +78,6 @@ def _check_version(resolved: ResolvedPlugin) -> None:
         here = "none"
     if here != resolved.version:
         raise PluginLoadError(
-            f"the engine chose {describe(resolved)}, but installed here: {here}; install the same "
+            f"the engine chose {resolved}, but installed here: {here}; install the same "
             "version on every machine"
         )

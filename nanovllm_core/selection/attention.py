@@ -19,7 +19,6 @@ from nanovllm_core.interfaces.attention import (
     KVLayout,
 )
 from nanovllm_core.interfaces.specs import AttentionSpec, ResolvedPlugin
-from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.discovery import install_one
 from nanovllm_core.registry.manager import PluginManager
 from nanovllm_core.selection import fit
@@ -207,9 +206,7 @@ def _answers(
         ("rank", rank, isinstance(rank, int) and not isinstance(rank, bool), "an integer"),
     ):
         if not is_right:
-            raise PluginLoadError(
-                f"{describe(resolved)}: {function} gave {shown(given)}, not {expected}"
-            )
+            raise PluginLoadError(f"{resolved}: {function} gave {shown(given)}, not {expected}")
     return list(cast(list[str], reasons)), tuple(cast(list[KVLayout], layouts)), cast(int, rank)
 
 
@@ -220,7 +217,7 @@ def _holds(given: object, kind: type) -> bool:
 
 def _failed(resolved: ResolvedPlugin, error: Exception) -> PluginLoadError:
     return PluginLoadError(
-        f"{describe(resolved)} failed while it was asked what it supports: {describe_error(error)}"
+        f"{resolved} failed while it was asked what it supports: {describe_error(error)}"
     )
 
 

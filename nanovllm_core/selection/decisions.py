@@ -28,11 +28,7 @@ from nanovllm_core.errors import (
 from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
 from nanovllm_core.interfaces.cache_groups import SequenceNeed, make_groups
 from nanovllm_core.interfaces.model import UNREADABLE_ERRORS, AttentionShape, ModelShape
-from nanovllm_core.interfaces.specs import (
-    ResolvedPlugin,
-    SamplerSpec,
-)
-from nanovllm_core.registry.checks import describe
+from nanovllm_core.interfaces.specs import ResolvedPlugin, SamplerSpec
 from nanovllm_core.registry.kinds import KINDS
 from nanovllm_core.registry.manager import PluginManager, get_plugin_manager
 from nanovllm_core.registry.objects import load_object
@@ -118,7 +114,7 @@ class Decisions:
             return cast(ModelShape, implementation.shape(config))
         except UNREADABLE_ERRORS as error:
             raise ArchitectureError(
-                f"{self.checkpoint / CONFIG_NAME} cannot be read by {describe(self.model)}: "
+                f"{self.checkpoint / CONFIG_NAME} cannot be read by {self.model}: "
                 f"{clip(describe_error(error), 1000)}; correct that setting or fetch the file "
                 "again, or correct the plugin if it is at fault"
             ) from error
@@ -317,27 +313,16 @@ def select_sampler(
     return select(plugins, "sampler", choice, ask, device, remedy)[0].resolved
 
 
-def select_executor(plugins: PluginManager, config: EngineConfig) -> ResolvedPlugin:
-    """The executor; ExecutorError where it does not span that many devices."""
-    names = "single", "parallel"
-    return _by_size(plugins, config, "executor", "tensor_parallel_size", names, ExecutorError)
+BY_SIZE: Mapping[str, tuple[str, tuple[str, str], type[NanoVLLMError]]] = {
+    "executor": ("tensor_parallel_size", ("single", "parallel"), ExecutorError),
+    "engine_client": ("data_parallel_size", ("thread", "processes"), ConfigError),
+}
+"""The kinds whose `auto` follows a size: its field, the plugins for 1 and for more, the error."""
 
 
-def select_engine_client(plugins: PluginManager, config: EngineConfig) -> ResolvedPlugin:
-    """The engine client; ConfigError where it does not run that many engines."""
-    names = "thread", "processes"
-    return _by_size(plugins, config, "engine_client", "data_parallel_size", names, ConfigError)
-
-
-def _by_size(
-    plugins: PluginManager,
-    config: EngineConfig,
-    kind: str,
-    field: str,
-    names: tuple[str, str],
-    error: type[NanoVLLMError],
-) -> ResolvedPlugin:
-    """The plugin of a kind whose `auto` follows a size: the first name is for 1."""
+def select_by_size(plugins: PluginManager, config: EngineConfig, kind: str) -> ResolvedPlugin:
+    """The plugin of a kind in `BY_SIZE`; raises its error where the plugin has a lower limit."""
+    field, names, error = BY_SIZE[kind]
     choice, size = getattr(config, kind), getattr(config, field)
     name = names[size > 1] if choice.is_auto else choice.name
     resolved = plugins.resolve(kind, name, choice.options, path=f"{kind}.options")
@@ -367,8 +352,8 @@ def _choose(decisions: Decisions, kind: str) -> tuple[ResolvedPlugin, ...]:
 CHOOSERS: Mapping[str, Callable[[Decisions], ResolvedPlugin]] = {
     "kernels": lambda d: d.kernels.chosen,
     "sampler": lambda d: select_sampler(d.plugins, d.config.sampler, d.device, d.cuda_graphs),
-    "executor": lambda d: select_executor(d.plugins, d.config),
-    "engine_client": lambda d: select_engine_client(d.plugins, d.config),
+    "executor": lambda d: select_by_size(d.plugins, d.config, "executor"),
+    "engine_client": lambda d: select_by_size(d.plugins, d.config, "engine_client"),
 }
 """The kinds whose plugin must suit the device or the configuration; any other is taken as named."""
 

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from nanovllm_core.config.choices import PluginChoice
 from nanovllm_core.errors import ConfigError, PluginError, UnsupportedError, in_ranges
 from nanovllm_core.interfaces.specs import ResolvedPlugin
-from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.manager import PluginManager
 
 Capability = tuple[int, int]
@@ -52,7 +51,7 @@ def select(
     if named:
         names = ", ".join(one.name for one in able if one.name != named.name)
         raise UnsupportedError(
-            f"{describe(named.resolved)} cannot serve {target}: {'; '.join(named.reasons)}. "
+            f"{named.resolved} cannot serve {target}: {'; '.join(named.reasons)}. "
             + (f"These can: {names}" if names else f"No other installed one can; {remedy}"),
             named.reasons,
         )

@@ -19,7 +19,6 @@ from nanovllm_core.interfaces.executor import Executor, WorkerSetup
 from nanovllm_core.interfaces.observer import ObserverContext, StepObserver
 from nanovllm_core.interfaces.scheduler import Scheduler, SchedulingPolicy
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec, ResolvedPlugin, SchedulerSpec
-from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.manager import PluginManager
 from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.selection.decisions import SEQUENCE, Decisions
@@ -30,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Startup:
-    """The plugins and settings that a configuration resolved to."""
+    """What a configuration resolved to, and the objects that an engine is made of."""
 
-    plugins: PluginManager
+    decisions: Decisions
     setup: WorkerSetup
     scheduler: Scheduler
     scheduler_name: str
@@ -40,13 +39,8 @@ class Startup:
     executor: Executor
     logits_processors: Mapping[str, LogitsProcessorSpec]
     """The logits processors that requests may use, in the order in which they run."""
-    constraints: tuple[ResolvedPlugin, ...]
-    """Those that requests may use; see `make_constraints`."""
-    vocab_size: int
     observers: Mapping[str, StepObserver]
     """By a label that names the plugin and its distribution."""
-    sampling_defaults: Mapping[str, float]
-    """The checkpoint's, by field of `SamplingParams`."""
     choices: tuple[str, ...]
     """Why these attention backends and this kernel set: the lines of the log."""
 
@@ -84,21 +78,19 @@ def start(config: EngineConfig) -> Startup:
     made_executor = cast(Executor, make_plugin(executor))
     # By now every selected plugin is known, so each hears of it, as extensions do.
     plugins.hook.nanovllm_configure(config=config, plugins=plugins)
+    processors = {
+        one.name: cast(LogitsProcessorSpec, plugins.spec(one.kind, one.name))
+        for one in setup.logits_processors
+    }
     return Startup(
-        plugins,
+        decisions,
         setup,
         made_scheduler,
-        describe(scheduler),
+        str(scheduler),
         made_executor,
-        logits_processors={
-            one.name: cast(LogitsProcessorSpec, plugins.spec(one.kind, one.name))
-            for one in setup.logits_processors
-        },
-        constraints=decisions.named("constraint"),
-        vocab_size=decisions.shape.vocab_size,
-        observers=make_observers(decisions),
-        sampling_defaults=decisions.sampling_defaults,
-        choices=choices,
+        processors,
+        make_observers(decisions),
+        choices,
     )
 
 
@@ -147,11 +139,11 @@ def make_scheduler(plugins: PluginManager, resolved: ResolvedPlugin) -> Schedule
     level = "policy" if isinstance(made, SchedulingPolicy) else "scheduler"
     if spec.level != level:
         raise PluginLoadError(
-            f"{describe(resolved)}: its level is {spec.level!r}, and {resolved.impl} makes a "
+            f"{resolved}: its level is {spec.level!r}, and {resolved.impl} makes a "
             f"{level}; state level={level!r} in its spec"
         )
     if level == "policy":
-        return TokenBudgetScheduler(made, describe(resolved))
+        return TokenBudgetScheduler(made, str(resolved))
     return cast(Scheduler, made)
 
 
@@ -159,19 +151,20 @@ def make_constraints(
     startup: Startup, eos_token_ids: tuple[int, ...]
 ) -> dict[str, LoadedConstraint]:
     """The constraints that requests may use, by name."""
+    decisions = startup.decisions
     context = ConstraintContext(
-        vocab_size=startup.vocab_size,
+        vocab_size=decisions.shape.vocab_size,
         max_model_len=startup.setup.max_model_len,
         tokenizer=startup.setup.tokenizer,
         eos_token_ids=eos_token_ids,
     )
     return {
         one.name: LoadedConstraint(
-            describe(one),
-            cast(ConstraintSpec, startup.plugins.spec(one.kind, one.name)),
+            str(one),
+            cast(ConstraintSpec, decisions.plugins.spec(one.kind, one.name)),
             make_plugin(one, context),
         )
-        for one in startup.constraints
+        for one in decisions.named("constraint")
     }
 
 
@@ -184,7 +177,7 @@ def make_observers(decisions: Decisions) -> dict[str, StepObserver]:
     made: dict[str, StepObserver] = {}
     try:
         for index, one in enumerate(decisions.named("observer")):
-            made[f"observers[{index}]: {describe(one)}"] = make_plugin(one, context)
+            made[f"observers[{index}]: {one}"] = make_plugin(one, context)
     except BaseException:
         close_observers(made)
         raise

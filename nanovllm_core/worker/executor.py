@@ -9,8 +9,6 @@ from nanovllm_core.interfaces.executor import Executor, WorkerSetup
 from nanovllm_core.interfaces.plan import StepPlan, StepResult, TokenMasks, WorkerInfo
 from nanovllm_core.worker.worker import Worker
 
-_NOT_STARTED = "the executor has not started; create a new LLM"
-
 
 class SingleProcessExecutor(Executor):
     """Holds one `Worker` and calls it directly."""
@@ -23,20 +21,20 @@ class SingleProcessExecutor(Executor):
         self._worker = Worker(setup)
         return self._worker.start()
 
-    def submit(self, plan: StepPlan) -> None:
+    @property
+    def _started(self) -> Worker:
         if self._worker is None:
-            raise EngineClosedError(_NOT_STARTED)
-        self._worker.submit(plan)
+            raise EngineClosedError("the executor has not started; create a new LLM")
+        return self._worker
+
+    def submit(self, plan: StepPlan) -> None:
+        self._started.submit(plan)
 
     def sample(self, masks: TokenMasks) -> None:
-        if self._worker is None:
-            raise EngineClosedError(_NOT_STARTED)
-        self._worker.sample(masks)
+        self._started.sample(masks)
 
     def collect(self) -> StepResult:
-        if self._worker is None:
-            raise EngineClosedError(_NOT_STARTED)
-        return self._worker.collect()
+        return self._started.collect()
 
     def close(self) -> None:
         if self._worker is not None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm_core.errors import InconsistentStateError, shown
-from nanovllm_core.interfaces.plan import RowSampling, StepPlan, TokenMasks, mask_words
+from nanovllm_core.interfaces.plan import RowSampling, TokenMasks, mask_words
 from nanovllm_core.worker.batch import StepInputs
 from nanovllm_core.worker.logits import StepRows
 from nanovllm_core.worker.results import LogprobTensors
@@ -39,29 +39,6 @@ class ForwardPass:
     entries: NDArray[np.int64] | None = None
     logprobs: Sequence[LogprobTensors] = ()
     kind: Hashable = None
-
-    def mismatch(self, plan: StepPlan) -> InconsistentStateError:
-        """The error of a plan that disagrees with its rows about the second part."""
-        return InconsistentStateError(
-            f"the plan says samples_later={plan.samples_later}, but of the rows that get a token "
-            f"{shown(list(self.constrained))} are constrained; it must be set where there are such "
-            "rows, and only there"
-        )
-
-    def interrupted(self, plan: StepPlan) -> InconsistentStateError:
-        """The error of a plan that came before the masks."""
-        return InconsistentStateError(
-            f"a plan of epoch {plan.epoch} came while the step before it waits for the masks of "
-            f"rows {shown(list(self.constrained))}; call sample() between the two"
-        )
-
-
-def unexpected(masks: TokenMasks) -> InconsistentStateError:
-    """The error of masks that no step waits for."""
-    return InconsistentStateError(
-        f"masks for rows {shown(masks.rows.tolist())} came, but no step waits for masks; sample() "
-        "belongs to the plan before it, where that plan samples_later"
-    )
 
 
 class MaskTable:

@@ -16,13 +16,8 @@ from torch import Tensor
 
 from nanovllm_core.errors import PluginFailedError
 from nanovllm_core.interfaces.executor import WorkerSetup
-from nanovllm_core.interfaces.logits_processor import (
-    LogitsContext,
-    LogitsProcessor,
-    LogitsRequest,
-)
+from nanovllm_core.interfaces.logits_processor import LogitsContext, LogitsProcessor, LogitsRequest
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec
-from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.manager import get_plugin_manager
 from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.worker.logits import StepRows
@@ -95,7 +90,7 @@ def make_processors(setup: WorkerSetup, device: torch.device, vocab_size: int) -
     for one in setup.logits_processors:
         spec = cast(LogitsProcessorSpec, plugins.spec(one.kind, one.name))
         loaded[one.name] = LoadedProcessor(
-            describe(one), spec.arguments, make_plugin(one, context), checks=setup.config.debug
+            str(one), spec.arguments, make_plugin(one, context), checks=setup.config.debug
         )
     return RowProcessors(loaded)
 

@@ -106,12 +106,7 @@ class ModelRunner:
     # -- the executor's calls ---------------------------------------------------------------------
 
     def submit(self, plan: StepPlan) -> None:
-        """Apply the plan's deltas and launch its step; never waits for the device.
-
-        In debug mode it does wait, to look at the logits: raises ModelOutputError. Raises
-        InconsistentStateError for a plan without rows whose epoch is not the last one applied, and
-        while the step before waits for masks.
-        """
+        """Apply the plan's deltas and launch its step; see `Worker.submit`."""
         self.sampling.check_ready(plan)
         self._apply(plan)
         if plan.prefill:
@@ -126,11 +121,6 @@ class ModelRunner:
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight."""
         return self.sampling.results.collect()
-
-    @property
-    def late_steps(self) -> tuple[int, int]:
-        """See `Worker.late_steps`."""
-        return self.sampling.results.num_late, self.sampling.results.num_overlapped
 
     @torch.inference_mode()
     def trial_step(self, num_tokens: int) -> None:

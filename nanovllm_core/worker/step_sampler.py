@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nanovllm_core.errors import InconsistentStateError, shown
 from nanovllm_core.interfaces.executor import WorkerSetup
 from nanovllm_core.interfaces.kernels import KernelSet
 from nanovllm_core.interfaces.model import CausalLM
@@ -26,7 +27,7 @@ from nanovllm_core.interfaces.sampler import Sampler, SamplerContext
 from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.worker.batch import StepInputs
 from nanovllm_core.worker.logits import MAX_SORTED_ROWS, check_logits
-from nanovllm_core.worker.masks import ForwardPass, MaskTable, unexpected
+from nanovllm_core.worker.masks import ForwardPass, MaskTable
 from nanovllm_core.worker.model import LoadedModel
 from nanovllm_core.worker.processors import make_processors
 from nanovllm_core.worker.results import LogprobTensors, ResultRing
@@ -100,7 +101,11 @@ class StepSampler:
     def check_ready(self, plan: StepPlan) -> None:
         """Raise InconsistentStateError while the step before waits for masks."""
         if self._waiting is not None:
-            raise self._waiting.interrupted(plan)
+            rows = shown(list(self._waiting.constrained))
+            raise InconsistentStateError(
+                f"a plan of epoch {plan.epoch} came while the step before it waits for the masks "
+                f"of rows {rows}; call sample() between the two"
+            )
 
     def forward_pass(
         self,
@@ -142,7 +147,12 @@ class StepSampler:
         """Run the tail and expect the result: now, or when the masks come."""
         self._num_steps += 1
         if plan.samples_later != bool(launched.constrained):
-            raise launched.mismatch(plan)
+            rows = shown(list(launched.constrained))
+            raise InconsistentStateError(
+                f"the plan says samples_later={plan.samples_later}, but of the rows that get a "
+                f"token {rows} are constrained; it must be set where there are such rows, and only "
+                "there"
+            )
         if plan.samples_later:
             self._waiting = launched
         else:
@@ -151,7 +161,10 @@ class StepSampler:
     def end_with(self, masks: TokenMasks) -> None:
         """Run the tail of the step that waits for these; InconsistentStateError if none does."""
         if self._waiting is None:
-            raise unexpected(masks)
+            raise InconsistentStateError(
+                f"masks for rows {shown(masks.rows.tolist())} came, but no step waits for masks; "
+                "sample() belongs to the plan before it, where that plan samples_later"
+            )
         self._masks.load(masks, self._waiting)
         waiting, self._waiting = self._waiting, None
         self._run_tail(waiting)

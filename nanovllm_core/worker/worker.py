@@ -6,7 +6,7 @@ import gc
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,6 @@ from nanovllm_core.interfaces.kernels import CompilingKernels, KernelSet
 from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.parallel import SINGLE, ParallelContext
 from nanovllm_core.interfaces.plan import StepPlan, StepResult, TokenMasks, WorkerInfo
-from nanovllm_core.registry.checks import describe
 from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.worker.attention import PagedAttention
 from nanovllm_core.worker.graphs import compile_launches
@@ -72,7 +71,7 @@ class Worker:
         self._streams_before: tuple[Any, ...] = ()
         attention = setup.prefill_attention, setup.decode_attention
         parts = setup.model, *attention, setup.kernels, setup.sampler
-        self._parts = ", ".join(dict.fromkeys(map(describe, parts)))
+        self._parts = ", ".join(dict.fromkeys(map(str, parts)))
         """The plugins whose code runs in a step, but for processors, which name themselves."""
 
     def start(self) -> WorkerInfo:
@@ -201,16 +200,10 @@ class Worker:
         """Apply the plan and launch its step; never waits for the device, but in debug mode.
 
         Raises EngineClosedError before a start and after `close`, InconsistentStateError for a plan
-        whose decoding rows it does not have, ModelOutputError in debug mode.
+        whose decoding rows it does not have and while the step before waits for masks, and in debug
+        mode, for which it looks at the logits, ModelOutputError.
         """
-        if self._runner is None:
-            raise EngineClosedError(_CLOSED)
-        try:
-            with _THERE if self._is_there() else self._on_device:
-                self._runner.submit(plan)
-        except Exception as error:
-            self._explain(error)
-            raise
+        self._launch(ModelRunner.submit, plan)
 
     def sample(self, masks: TokenMasks) -> None:
         """Launch the sampling of the step submitted last; never waits, but in debug mode.
@@ -218,21 +211,21 @@ class Worker:
         Raises EngineClosedError as `submit` does, InconsistentStateError where that step does not
         wait for these masks, ModelOutputError in debug mode.
         """
+        self._launch(ModelRunner.sample, masks)
+
+    def _launch(self, launch: Callable[[ModelRunner, Any], None], part: object) -> None:
+        """Launch a part of a step; an error says whose code ran in it."""
         if self._runner is None:
             raise EngineClosedError(_CLOSED)
         try:
             with _THERE if self._is_there() else self._on_device:
-                self._runner.sample(masks)
-        except Exception as error:
-            self._explain(error)
-            raise
-
-    def _explain(self, error: Exception) -> None:
-        """Say whose code ran in the step: in a new ModelOutputError, or in a note."""
-        if isinstance(error, ModelOutputError):
+                launch(self._runner, part)
+        except ModelOutputError as error:
             raise ModelOutputError(f"{error}; the step was of {self._parts}", error.rows) from None
-        if not isinstance(error, NanoVLLMError):
-            error.add_note(f"in a step of {self._parts}")
+        except Exception as error:
+            if not isinstance(error, NanoVLLMError):
+                error.add_note(f"in a step of {self._parts}")
+            raise
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight; ExecutorError where none is."""
@@ -247,7 +240,10 @@ class Worker:
         The first is an upper bound: whether the device had finished the step before is looked at
         behind the launch.
         """
-        return (0, 0) if self._runner is None else self._runner.late_steps
+        if self._runner is None:
+            return 0, 0
+        results = self._runner.sampling.results
+        return results.num_late, results.num_overlapped
 
     def close(self) -> None:
         """Free the device. May be called twice, and without a start."""

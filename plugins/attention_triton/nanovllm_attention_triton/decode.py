@@ -153,9 +153,9 @@ class DecodeShape:
         programs = self.num_multiprocessors * programs_per_multiprocessor
         return max(-(-programs // self.programs_per_item), 1)
 
-    def resident_items(self, tuning: DecodeTuning) -> int:
+    def resident_items(self, num_rows: int, tuning: DecodeTuning) -> int:
         """The items whose programs are resident at once; 0 where the tuning does not ask for it."""
-        registers = self.registers(tuning)
+        registers = QKV_REGISTERS if self.prepares(num_rows) else self.registers(tuning)
         if tuning.registers is None or registers is None:
             return 0
         by_registers = REGISTER_FILE // (32 * tuning.num_warps * registers)
@@ -166,7 +166,8 @@ class DecodeShape:
     def starts_in_waves(self, num_rows: int, tuning: DecodeTuning) -> bool:
         """Whether so many rows make more programs than the device begins at once."""
         at_once = tuning.wave_programs * self.num_multiprocessors
-        return num_rows * self.programs_per_item > at_once and not self.resident_items(tuning)
+        resident = self.resident_items(num_rows, tuning)
+        return num_rows * self.programs_per_item > at_once and not resident
 
     def max_items(self, num_rows: int, max_seq_len: int, tuning: DecodeTuning) -> int:
         """A bound on the items that the plan kernel can make of `num_rows` rows.
@@ -181,7 +182,7 @@ class DecodeShape:
         by_length = num_rows * max(-(-max_seq_len // shortest), 1)
         if tuning.fixed_chunk is not None:
             return by_length
-        resident = self.resident_items(tuning)
+        resident = self.resident_items(num_rows, tuning)
         most_resident = resident + (resident // 2 if tuning.second_wave else 0)
         if num_rows <= resident:
             # Those of the rows that have tokens, and one of each row that has none.
@@ -258,17 +259,18 @@ class PlannedWork:
         `block_table` [B, M] int32 names the blocks, of `block_size` tokens, that those runs will
         read; a length beyond M blocks is cut to them.
         """
-        tuning = self.tuning
+        tuning, num_rows = self.tuning, seq_lens_B.shape[0]
         fixed = tuning.fixed_chunk
+        resident = self.shape.resident_items(num_rows, tuning)
         plan_kernel[(1,)](
             seq_lens_B,
             block_table,
             self.items,
             self.num_items,
             block_table.stride(0),
-            seq_lens_B.shape[0],
+            num_rows,
             block_table.shape[1] * block_size,
-            resident_items=self.shape.resident_items(tuning),
+            resident_items=resident,
             wave_items=self.shape.items_per_step(tuning.wave_programs),
             # With a fixed chunk the capacity holds every row at its longest: nothing to raise.
             max_items=2**30 if fixed else self.shape.items_per_step(tuning.max_programs),
@@ -279,10 +281,10 @@ class PlannedWork:
             BLOCK_SIZE=block_size,
             TILE=tuning.tile,
             WINDOW=self.shape.window or 0,
-            ONE_WAVE=fixed is None and self.shape.resident_items(tuning) > 0,
+            ONE_WAVE=fixed is None and resident > 0,
             SECOND_WAVE=tuning.second_wave or 0,
-            LONGEST_FIRST=self.shape.starts_in_waves(seq_lens_B.shape[0], tuning),
-            MERGE_COST=0.0 if fixed else self.merge_cost(seq_lens_B.shape[0]),
+            LONGEST_FIRST=self.shape.starts_in_waves(num_rows, tuning),
+            MERGE_COST=0.0 if fixed else self.merge_cost(num_rows),
             **self.launch_options,
         )
 

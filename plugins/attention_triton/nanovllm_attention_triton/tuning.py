@@ -108,16 +108,14 @@ class HopperPrefillTuning:
     in_order: bool
 
 
-# Half precision, few rows: two warps and tiles of 32 let many short programs share a
-# multiprocessor. Many rows: larger tiles spend less on each. In between, all programs are resident
-# at once: six on a multiprocessor, and where that leaves each of them much, three or four of larger
-# tiles. One program too many costs a wave; on an H200 that was 3 us of 20. fp32 uses plain
-# multiply-adds (IEEE): small tiles, or its operands do not fit the registers. Where a table has two
-# entries, they are by the size of an element in bytes.
+# Half precision: few rows are cut into tiles of 32 for programs of two warps, as many as a row of
+# few tokens has tiles. Many rows: larger tiles spend less on each. Below those, all programs are
+# resident at once: four or six on a multiprocessor, and where that leaves each of them much, three
+# or four of larger tiles. One program too many costs a wave; on an H200 that was 3 us of 20. fp32
+# uses plain multiply-adds (IEEE): small tiles, or its operands do not fit the registers. Where a
+# table has two entries, they are by the size of an element in bytes.
 DECODE_FEW = {
-    2: DecodeTuning(
-        tile=32, num_warps=2, num_stages=3, min_chunk=32, max_chunk=256, max_programs=16
-    ),
+    2: DecodeTuning(tile=32, num_warps=2, num_stages=3, min_chunk=32, max_chunk=256, registers=168),
     4: DecodeTuning(tile=32, num_warps=8, num_stages=2),
 }
 DECODE_ONE = replace(DECODE_FEW[2], min_chunk=64, most_heads=4)

@@ -198,7 +198,7 @@ def test_rows_are_cut_into_two_waves_only_where_that_ends_sooner(tuning, lens, l
     assert max(longest - 128, 1) <= (ends - begins).max() <= longest
     if len({*lens}) == 1 and len(lens) > 1:
         assert count == len(lens)
-    if count > shape.resident_items(tuning):
+    if count > shape.resident_items(len(lens), tuning):
         in_order = [lens[row] for row in rows.tolist()]
         assert in_order == sorted(in_order, reverse=True)
 
@@ -228,6 +228,24 @@ def test_a_row_has_no_more_parts_than_its_last_program_merges_in_their_time(
     workspace.plan(lens, torch.zeros(rows, 64, dtype=torch.int32), 256)
     parts = int(workspace.items[4, int(workspace.num_items) - 1])
     assert most - 3 <= parts <= most
+
+
+@pytest.mark.parametrize(("rows", "resident"), [(1, 4), (4, 4), (8, 5)])
+def test_the_grid_of_few_rows_holds_no_program_that_is_not_resident_at_once(rows, resident):
+    """However long rows may become: those beyond would end at once, or be a second wave.
+
+    `resident` programs share a multiprocessor; one that prepares q, k and v has more registers.
+    """
+    shape = DecodeShape(
+        num_heads=16,
+        num_kv_heads=8,
+        head_size=128,
+        max_num_seqs=8,
+        max_seq_len=40960,
+        num_multiprocessors=132,
+    )
+    items = shape.max_items(rows, 40960, DECODE_FEW[2]) - (rows - 1)  # a row may have no tokens
+    assert resident * 132 - 8 < items * shape.programs_per_item <= resident * 132
 
 
 def test_with_a_fixed_chunk_a_row_is_bitwise_the_same_in_any_batch(paged_batch):
@@ -291,7 +309,7 @@ def test_the_plan_covers_every_token_once_within_its_grid(
     count = int(workspace.num_items)
     assert count <= shape.max_items(len(lens), 2048, tuning) <= workspace.capacity
     items = [tuple(item) for item in workspace.items[:, :count].T.tolist()]
-    resident, real = shape.resident_items(tuning), [length for length in lens if length]
+    resident, real = shape.resident_items(len(lens), tuning), [length for length in lens if length]
     num_real = count - (len(lens) - len(real))
     is_cut_for_waves = second_wave and fixed is None and len(real) <= resident < num_real
     longest_first = sorted(range(len(lens)), key=lambda row: -lens[row])

@@ -37,6 +37,7 @@ from nanovllm_kernels_triton.experts_many import (
 from nanovllm_kernels_triton.multiprocessors import MULTIPROCESSORS
 from nanovllm_kernels_triton.norm_rank import choose_norm_rank, run_norm_rank
 from nanovllm_kernels_triton.norm_route import EMPTY, NormRoutePlan
+from nanovllm_kernels_triton.strides import in_units
 
 _SORT_BLOCK = 4096
 """Up to so many pairs, each expert's program reads all."""
@@ -227,14 +228,15 @@ def grouped_gate_up(
     intermediate, hidden = gate_up_N2FE.shape[1] // 2, gate_up_N2FE.shape[2]
     hidden_PF = x_TE.new_empty((num_pairs, intermediate))
     block_n = plan.block_n // 2
+    x_units, x_unit = in_units(x_TE.stride(0))
     weight_desc = None
     if plan.described:
         weight = gate_up_N2FE.unflatten(1, (2, intermediate))
         weight_desc = _descriptor(weight, 1, 2, block_n, plan.block_k)
     grouped_gate_up_kernel[(order.programs(plan, intermediate, block_n),)](
         x_TE, order.tile_pairs, order.tiles, order.num_tiles, gate_up_N2FE, weight_desc, hidden_PF,
-        order.tiles.shape[1], x_TE.stride(0),
-        CHOSEN=num_pairs // len(x_TE), OUTPUTS=intermediate, INPUTS=hidden,
+        order.tiles.shape[1], x_units,
+        X_UNIT=x_unit, CHOSEN=num_pairs // len(x_TE), OUTPUTS=intermediate, INPUTS=hidden,
         BLOCK_M=order.block_m, BLOCK_N=block_n, **_loop(plan), **options,
     )  # fmt: skip
     return hidden_PF

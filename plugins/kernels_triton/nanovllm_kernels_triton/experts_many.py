@@ -132,13 +132,14 @@ def _count(ids_ptr, pairs, num_pairs, BINS: tl.constexpr):
 def grouped_gate_up_kernel(
     x_ptr, pairs_ptr, tiles_ptr, num_tiles_ptr, weight_ptr, weight_desc, hidden_ptr, tile_stride,
     x_stride,
-    CHOSEN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    X_UNIT: tl.constexpr, CHOSEN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """silu(gate) * up of each row -> `hidden_ptr` [rows, OUTPUTS], BLOCK_N of them at a time.
 
-    Weight [experts, 2·OUTPUTS, INPUTS], the gate's rows first. `weight_desc`, if not None,
+    Weight [experts, 2·OUTPUTS, INPUTS], the gate's rows first. `x_stride` is in units of X_UNIT
+    numbers, see `in_units`. `weight_desc`, if not None,
     describes it as [experts, 2, OUTPUTS, INPUTS] in blocks [1, 2, BLOCK_N, BLOCK_K].
     """
     COLUMN_TILES: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
@@ -161,7 +162,7 @@ def grouped_gate_up_kernel(
             tokens = tl.load(pairs_ptr + slots, mask=first + places < end, other=0) // CHOSEN
         rows = first + places
         live = rows < end
-        x_ptrs = x_ptr + tokens.to(tl.int64) * x_stride
+        x_ptrs = x_ptr + tokens.to(tl.int64) * (x_stride * X_UNIT)
         columns = step % STEPS * BLOCK_K + lanes
         x = _load_tile(x_ptrs, live, columns, INPUTS, BLOCK_K)
         if weight_desc is not None:

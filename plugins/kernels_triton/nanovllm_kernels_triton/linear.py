@@ -26,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm_core.api import InconsistentStateError
 from nanovllm_core.kernels import cdiv, launch_options, next_power_of_2
 from nanovllm_kernels_triton.linear_choice import LinearPlan, TilePlan, VectorPlan
+from nanovllm_kernels_triton.strides import in_units
 
 _MAX_SPLIT_TILES = 1024
 LARGE_BYTES = tl.constexpr(2**24)
@@ -93,13 +94,14 @@ def vector_linear_kernel(
 def tile_linear_kernel(
     x_ptr, weight_ptr, out_ptr, partial_ptr, tickets_ptr,
     num_rows, x_stride, out_stride,
-    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    X_UNIT: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """A tile of BLOCK_N weight rows by one of SPLITS parts of the inputs; num_rows <= BLOCK_M.
 
-    Parts differ by one step of BLOCK_K at most.
+    Parts differ by one step of BLOCK_K at most. `x_stride` is in units of X_UNIT numbers, see
+    `in_units`.
 
     With SPLITS > 1, the last program of a tile to finish sums all parts in the order of the inputs,
     whoever is last, so that equal inputs give equal bits. `tickets_ptr` int32 [tiles] counts
@@ -114,7 +116,7 @@ def tile_linear_kernel(
     if DEPENDENT:
         gdc_wait()
     rows = tl.arange(0, BLOCK_M)
-    row_ptrs = x_ptr + rows * x_stride
+    row_ptrs = x_ptr + rows * (x_stride * X_UNIT)
     live = rows < num_rows
     out_ptrs, out_mask = _outputs(out_ptr, rows, num_rows, out_stride, BLOCK_N, OUTPUTS, GATED)
     if ADD:
@@ -313,9 +315,11 @@ class LinearLauncher:
         outputs: int, buffers: tuple[Tensor | None, Tensor | None], kind: dict[str, bool],
     ) -> None:  # fmt: skip
         """See `tile_linear_kernel`; without tickets `out` is not written, and may be any tensor."""
+        x_units, x_unit = in_units(x_TK.stride(0))
         tile_linear_kernel[(tiles, plan.splits)](
             x_TK, weight_NK, out, *buffers,
-            x_TK.shape[0], x_TK.stride(0), out.stride(0),
+            x_TK.shape[0], x_units, out.stride(0),
+            X_UNIT=x_unit,
             OUTPUTS=outputs,
             INPUTS=weight_NK.shape[1],
             BLOCK_M=_block_m(x_TK),

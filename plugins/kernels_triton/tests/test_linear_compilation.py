@@ -17,6 +17,7 @@ from nanovllm_kernels_triton.linear_choice import (
     choose_gated,
     choose_parts,
 )
+from nanovllm_kernels_triton.strides import in_units
 from nanovllm_kit.aot import SHARED_MEMORY, AotJob, AotReport, compile_kernels
 from nanovllm_kit.registers import assert_within_list, compile_jobs
 
@@ -32,7 +33,7 @@ ROUTERS = {  # of Qwen3-30B-A3B, DeepSeek-V2-Lite and V3
     "64-router": (64, 2048, "router"),
     "256-router": (256, 7168, "router"),
 }
-LARGE = {  # of 1.7B, 8B, 14B, 30B-A3B and 32B
+LARGE = {  # of 1.7B, 8B, 14B, 30B-A3B and 32B, and rows of 8 numbers more than a multiple of 16
     "1.7b-gate_up": (12288, 2048, "gated"),
     "8b-qkv": (6144, 4096, "norm"),
     "8b-gate_up": (24576, 4096, "gated"),
@@ -41,6 +42,7 @@ LARGE = {  # of 1.7B, 8B, 14B, 30B-A3B and 32B
     "30b-a3b-o_proj": (2048, 4096, "add"),
     "32b-gate_up": (51200, 5120, "gated"),
     "32b-down": (5120, 25600, "add"),
+    "odd": (1544, 1544, "plain"),
 }
 HEADS = {  # the second has nearly as many weights as the kernels can count
     "head": (151936, 1024, "plain"),
@@ -87,7 +89,10 @@ def linear_job(
         signature |= {"partial_ptr": "*fp32:16", "tickets_ptr": "*i32:16"}
     else:
         constexprs |= {"partial_ptr": None, "tickets_ptr": None}
-    constexprs |= {"BLOCK_M": max(rows, 16), "BLOCK_N": plan.block_n, "BLOCK_K": plan.block_k}
+    units, unit = in_units(inputs)
+    signature["x_stride"] = "i32" if units % 16 else "i32:16"
+    constexprs |= {"X_UNIT": unit, "BLOCK_M": max(rows, 16)}
+    constexprs |= {"BLOCK_N": plan.block_n, "BLOCK_K": plan.block_k}
     constexprs |= {"SPLITS": plan.splits}
     job = AotJob(kernel=f"{MODULE}:tile_linear_kernel", signature=signature, constexprs=constexprs)
     return replace(job, num_warps=plan.num_warps, num_stages=plan.num_stages, capability=capability)
@@ -242,6 +247,16 @@ def test_a_tile_program_waits_first_and_signals_behind_its_loop(
     products = [match.start() for match in re.finditer(r"mma\.sync|wgmma\.mma", ptx)]
     assert wait < min(products)
     assert max(products) < signal
+
+
+@pytest.mark.parametrize("rows", ["", "-64"])
+def test_rows_that_begin_at_whole_16_bytes_are_loaded_so(
+    rows: str, reports: dict[str, AotReport]
+) -> None:
+    """Though the distance of rows is no multiple of 16 numbers, which is all that Triton asks."""
+    ptx = reports[f"tile-odd{rows}-dependent"].ptx
+    assert "cp.async.cg.shared.global" in ptx
+    assert "ld.global.b16" not in ptx
 
 
 @pytest.mark.parametrize("name", [name for name in JOBS if name.startswith("parts")])

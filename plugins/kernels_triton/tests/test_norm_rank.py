@@ -31,12 +31,12 @@ EPS = 1e-6
 PROCESSORS = 132
 RENORMALIZED = Routing(top_k=8, renormalize=True)
 MODELS: dict[str, tuple[int, int, int, Routing]] = {  # experts, hidden, intermediate size, rule
-    "30B-A3B": (128, 2048, 64, RENORMALIZED),
+    "30B-A3B": (128, 2048, 24, RENORMALIZED),
     "sigmoid": (
-        160, 1544, 72,
+        160, 776, 40,
         Routing(top_k=6, scoring="sigmoid", renormalize=True, scale=2.5, exact_logits=True),
     ),
-    "softmax, shared": (130, 1024, 40, Routing(top_k=4, scale=8.0, num_shared=2)),
+    "softmax, shared": (130, 512, 40, Routing(top_k=4, scale=8.0, num_shared=2)),
     "several experts of a program": (300, 600, 24, Routing(top_k=9, renormalize=True)),
 }  # fmt: skip
 Stacks = tuple[Tensor, Tensor]
@@ -209,10 +209,8 @@ def test_the_announced_weight_is_given_to_the_experts_of_its_stack(
 ) -> None:
     """By the whole mixture at once, and where its operations are called one by one; no other stack
     has it."""
-    num_experts, hidden, _, routing = MODELS["30B-A3B"]
-    kernels, (gate_up, down) = TritonKernels(), make_stacks("30B-A3B", torch.float32)
-    x, norm, weight = random(rows, hidden), random(hidden, seed=1), random(3, hidden, seed=2)
-    router = random(num_experts, hidden, seed=3) / 40
+    kernels, gate_up, down = TritonKernels(), random(128, 16, 64), random(128, 64, 8)
+    x, norm, weight, router = random(rows, 64), random(64), random(3, 64), random(128, 64)
     given: list[Tensor | None] = []
     launch = experts.few_gate_up
 
@@ -223,8 +221,8 @@ def test_the_announced_weight_is_given_to_the_experts_of_its_stack(
     monkeypatch.setattr(experts, "few_gate_up", note)
     kernels.announce_weight(gate_up, weight)
     for stack in (gate_up, gate_up.clone()):
-        if kernels.norm_experts(x, norm, EPS, router, routing, None, stack, down) is None:
-            kernels.experts(x, *kernels.route(x @ router.t(), routing), stack, down)
+        if kernels.norm_experts(x, norm, EPS, router, RENORMALIZED, None, stack, down) is None:
+            kernels.experts(x, *kernels.route(x @ router.t(), RENORMALIZED), stack, down)
     assert given == [weight, None]
 
 

@@ -46,7 +46,7 @@ def quicken_interpreter() -> None:
 
     With its `debug` off, it checks integer sums and products for overflow and drops the verdict.
     Each call of a device function searches `triton.language` for operations to replace, which the
-    kernel's launch has replaced.
+    kernel's launch has replaced. Each operation makes a table of all types to find one.
 
     Relies on names that are private to Triton 3.7: call it in tests that pin Triton.
     """
@@ -57,6 +57,7 @@ def quicken_interpreter() -> None:
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
     interpreter._patch_lang = _patched_once(interpreter)
+    interpreter._get_np_dtype = _found_once(interpreter._get_np_dtype)
 
 
 def _patched_once(interpreter: Any) -> Callable[[Any], Any]:
@@ -71,3 +72,19 @@ def _patched_once(interpreter: Any) -> Callable[[Any], Any]:
         return interpreter._LangPatchScope()
 
     return patch_unless_patched
+
+
+def _found_once(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`_get_np_dtype`, which gives a block the type of its elements; called once for each of them.
+
+    Types are told apart by name: those of pointers and blocks have no hash.
+    """
+    found: dict[str, Any] = {}
+
+    def find_unless_found(tt_dtype: Any) -> Any:
+        scalar = tt_dtype.scalar
+        if scalar.name not in found:
+            found[scalar.name] = find(scalar)
+        return found[scalar.name]
+
+    return find_unless_found

@@ -58,24 +58,25 @@ class MixtureChecks:
     def test_a_mixture_at_once_equals_the_operations_one_by_one(
         self, kernels: KernelSet, device: torch.device, dtype: torch.dtype, rows: int, rule: str
     ) -> None:
-        """Without a residual, on x itself and on another one, with gaps between the rows. A second
-        call has the same bits, and all that is not the residual is left as it was."""
+        """Without a residual, on x itself or on another one, by turns of the rules, with gaps
+        between the rows. A second call without one has the same bits, and all that is not the
+        residual is left as it was."""
         mixture = make_mixture(rule, device, dtype)
         rows_TE = make_rows(rows, mixture)
         weights = [value for value in mixture if isinstance(value, Tensor)]
         before = [weight.clone() for weight in weights]
-        for residual in (None, "x", "another"):
-            x_TE, residual_TE = with_residual(rows_TE, residual)
-            actual_TE = at_once(kernels, mixture, x_TE, residual_TE)
-            expected_TE = one_by_one(mixture, *with_residual(rows_TE, residual))
-            assert actual_TE.dtype == dtype
-            assert_close_report(actual_TE, expected_TE, rel_norm=REL_NORM[dtype])
-            if residual_TE is None:
-                again_TE = at_once(kernels, mixture, x_TE)
-                assert torch.equal(again_TE, actual_TE), "a second call has other bits"
-            else:
-                assert actual_TE.data_ptr() == residual_TE.data_ptr(), "it has another memory"
-            assert residual_TE is x_TE or torch.equal(x_TE, rows_TE), "it changed x"
+        residual = ("x", None, "another")[list(RULES).index(rule) % 3]
+        x_TE, residual_TE = with_residual(rows_TE, residual)
+        actual_TE = at_once(kernels, mixture, x_TE, residual_TE)
+        expected_TE = one_by_one(mixture, *with_residual(rows_TE, residual))
+        assert actual_TE.dtype == dtype
+        assert_close_report(actual_TE, expected_TE, rel_norm=REL_NORM[dtype])
+        if residual_TE is None:
+            again_TE = at_once(kernels, mixture, x_TE)
+            assert torch.equal(again_TE, actual_TE), "a second call has other bits"
+        else:
+            assert actual_TE.data_ptr() == residual_TE.data_ptr(), "it has another memory"
+        assert residual_TE is x_TE or torch.equal(x_TE, rows_TE), "it changed x"
         assert all(torch.equal(x, y) for x, y in zip(weights, before, strict=True))
 
     # Triton's interpreter is numpy, which warns of the NaN that is wanted here.
@@ -95,7 +96,7 @@ class MixtureChecks:
         assert torch.equal(others_TE, actual_TE[1:])
         assert_close_report(actual_TE, one_by_one(mixture, x_TE), rel_norm=REL_NORM[dtype])
 
-    @pytest.mark.parametrize("rows", [1, 2, 5])
+    @pytest.mark.parametrize("rows", [1, 5])
     def test_an_announced_weight_changes_no_result(
         self, kernels: KernelSet, device: torch.device, dtype: torch.dtype, rows: int
     ) -> None:

@@ -23,6 +23,7 @@ DEFAULT_ENGINE_CLIENT = "processes" if hasattr(os, "waitid") else "thread"
 
 
 def serve(
+    ctx: typer.Context,
     model: options.Model = None,
     config: options.ConfigFile = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
@@ -55,10 +56,8 @@ def serve(
     The section `serve:` of the configuration holds every setting of the server; a flag wins.
     """
     loaded = options.loaded_config(
-        model, config, attention, scheduler, device, dtype, settings,
-        defaults={"model": DEFAULT_MODEL, "engine_client": DEFAULT_ENGINE_CLIENT},
-        engine_client=engine_client,
-    )  # fmt: skip
+        ctx, defaults={"model": DEFAULT_MODEL, "engine_client": DEFAULT_ENGINE_CLIENT}
+    )
     flags = {
         "host": host,
         "port": port,

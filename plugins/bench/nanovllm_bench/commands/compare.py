@@ -26,6 +26,7 @@ from nanovllm_core.cli import engine_options as options
 
 
 def compare(
+    ctx: typer.Context,
     files: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -64,17 +65,7 @@ def compare(
     from nanovllm_bench.record import write_record
     from nanovllm_bench.workloads import ragged_workload
 
-    engine_config = options.loaded_config(
-        model,
-        config,
-        attention,
-        None,
-        device,
-        dtype,
-        settings,
-        load_format=load_format,
-        max_model_len=max_model_len,
-    ).config
+    engine_config = options.loaded_config(ctx).config
     workload = ragged_workload(num_seqs, shortest, longest)
     result = compare_with_transformers(
         engine_config, workload, runs=runs, modes=modes.split(","), threads=threads

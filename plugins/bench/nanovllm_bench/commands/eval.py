@@ -61,6 +61,7 @@ class Score:
 
 
 def evaluate(
+    ctx: typer.Context,
     model: options.Model = None,
     config: options.ConfigFile = None,
     data: Annotated[
@@ -81,9 +82,7 @@ def evaluate(
     settings: options.Settings = None,
 ) -> None:
     """Exact-match accuracy per task, decoded greedily; exit status 1 below a threshold."""
-    engine_config = options.loaded_config(
-        model, config, attention, scheduler, device, dtype, settings
-    ).config
+    engine_config = options.loaded_config(ctx).config
     items = read_items(data or _own_data(engine_config), limit)
     result, answered = _run(engine_config, items)
     scores = score(answered)

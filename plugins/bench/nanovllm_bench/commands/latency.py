@@ -24,6 +24,7 @@ from nanovllm_core.cli import engine_options as options
 
 
 def latency(
+    ctx: typer.Context,
     model: options.Model = None,
     config: options.ConfigFile = None,
     num_seqs: NumSeqs = 64,
@@ -52,17 +53,7 @@ def latency(
     from nanovllm_bench.workloads import fixed_workload
     from nanovllm_core.frontend import AsyncLLM
 
-    engine_config = options.loaded_config(
-        model,
-        config,
-        attention,
-        scheduler,
-        device,
-        dtype,
-        settings,
-        load_format=load_format,
-        max_model_len=max_model_len,
-    ).config
+    engine_config = options.loaded_config(ctx).config
     options.show_choices()
     with closing(AsyncLLM.from_config(engine_config)) as llm:
         result = measure_latency(

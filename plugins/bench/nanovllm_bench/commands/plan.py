@@ -27,6 +27,7 @@ ARITHMETIC = (
 
 
 def plan(
+    ctx: typer.Context,
     model: options.Model = None,
     config: options.ConfigFile = None,
     gpus: Annotated[int, typer.Option(help="Number of GPUs of one host.", min=1, max=64)] = 1,
@@ -52,9 +53,7 @@ def plan(
     from nanovllm_bench.gpus import find_gpu
     from nanovllm_bench.plan import plan_layouts
 
-    engine_config = options.loaded_config(
-        model, config, attention, None, None, dtype, settings, max_model_len=max_model_len
-    ).config
+    engine_config = options.loaded_config(ctx).config
     planned = find_gpu(gpu)
     lengths = sorted({input_len + output_len, *LENGTHS})
     layouts = plan_layouts(engine_config, planned, gpus, lengths, input_len, output_len)

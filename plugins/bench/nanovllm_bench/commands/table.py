@@ -22,6 +22,7 @@ from nanovllm_core.cli import engine_options as options
 
 
 def table(
+    ctx: typer.Context,
     model: options.Model = None,
     config: options.ConfigFile = None,
     attention: Annotated[
@@ -60,15 +61,7 @@ def table(
 
     def make_config(choice: Any) -> Any:
         return options.loaded_config(
-            model,
-            config,
-            choice,
-            None,
-            device,
-            dtype,
-            [rows, *(settings or [])],
-            load_format=load_format,
-            max_model_len=max_model_len,
+            ctx, attention=choice, settings=[rows, *(settings or [])]
         ).config
 
     def on_cell(text: str, record: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from nanovllm_core.cli import engine_options as options
 
 
 def throughput(
+    ctx: typer.Context,
     model: options.Model = None,
     config: options.ConfigFile = None,
     num_seqs: NumSeqs = 256,
@@ -51,17 +52,7 @@ def throughput(
     from nanovllm_bench.record import write_record
     from nanovllm_bench.throughput import measure_throughput
 
-    engine_config = options.loaded_config(
-        model,
-        config,
-        attention,
-        scheduler,
-        device,
-        dtype,
-        settings,
-        load_format=load_format,
-        max_model_len=max_model_len,
-    ).config
+    engine_config = options.loaded_config(ctx).config
     workload = workload_of(num_seqs, input_len, output_len)
     with options.open_llm(engine_config) as llm:
         result = measure_throughput(llm, workload, temperature=temperature, runs=runs)
