@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from nanovllm_core.config.choices import AttentionChoice, AttentionSettings
 from nanovllm_core.config.settings import PROMPT_SIZES, EngineConfig, bucket_sizes
+from nanovllm_core.config.sources import load_config
 
 
 @given(st.integers(1, 2000))
@@ -146,6 +149,13 @@ def test_what_cannot_be_meant_is_refused(fields: dict[str, object], said: str) -
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:13"])
 def test_devices_are_named_as_torch_names_them(device: str) -> None:
     assert EngineConfig(model="m", device=device).device == device
+
+
+def test_a_path_is_a_folder_and_no_plugin_s_name() -> None:
+    """Text may be either. An absolute path is taken as it is."""
+    config = load_config(Path("demo"), overrides={"tokenizer": Path("/tmp/words")})
+    assert (config.model, config.tokenizer) == (os.path.join(".", "demo"), "/tmp/words")
+    assert load_config("demo").model == "demo"
 
 
 def test_options_of_an_enabled_extension_are_kept() -> None:

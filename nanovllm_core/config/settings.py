@@ -7,6 +7,7 @@ The fields of `EngineConfig` are the keys of the YAML file. `load_config`, in
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
@@ -28,6 +29,16 @@ from nanovllm_core.errors import clip, shown
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 
+
+def folder_text(value: object) -> object:
+    """A path as text; a relative one begins with a dot, so that it is no plugin's or hub's name."""
+    if not isinstance(value, os.PathLike):
+        return value
+    path = os.fspath(value)
+    return path if os.path.isabs(path) else os.path.join(os.curdir, path)
+
+
+FolderOrName = Annotated[str, Field(min_length=1), BeforeValidator(folder_text)]
 StrTuple = Annotated[tuple[str, ...], Field(strict=False, max_length=100)]
 
 PROMPT_SIZES = (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
@@ -213,12 +224,12 @@ def check_device(value: str) -> str:
 class EngineConfig(Section):
     """The whole configuration of an engine. Frozen; unknown keys are errors."""
 
-    model: str = Field(min_length=1)
+    model: FolderOrName
     """The model: a folder with a checkpoint, the name of a checkpoint plugin (`demo`),
     `source:reference`, or a name on the Hugging Face hub (`Qwen/Qwen3-0.6B`). A plugin's name wins
     over a folder of that name without a checkpoint. If the folder holds a checkpoint too, write
-    `./demo` for the folder or `demo:` for the plugin."""
-    tokenizer: str | None = Field(default=None, min_length=1)
+    `./demo` for the folder or `demo:` for the plugin. In Python a `Path` is always a folder."""
+    tokenizer: FolderOrName | None = None
     """The folder of the tokenizer's files, if not the model's own."""
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_chat_template_kwargs)] = (
         Field(default_factory=dict)

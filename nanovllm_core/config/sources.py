@@ -69,7 +69,7 @@ class LoadedConfig:
 
 
 def load_config(
-    model: str | None = None,
+    model: str | os.PathLike[str] | None = None,
     *,
     file: str | os.PathLike[str] | None = None,
     overrides: Mapping[str, Any] | None = None,
@@ -85,7 +85,7 @@ def load_config(
 
 
 def load_with_sources(
-    model: str | None = None,
+    model: str | os.PathLike[str] | None = None,
     *,
     file: str | os.PathLike[str] | None = None,
     overrides: Mapping[str, Any] | Iterable[Given] | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
@@ -23,7 +24,13 @@ from nanovllm_core.interfaces.sampling_params import SamplingParams
 class Door:
     """A started engine with its tokenizer; `close()` frees the device."""
 
-    def __init__(self, model: str | None = None, *, config_file: str | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        config_file: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
         self._open(load_config(model, file=config_file, overrides=kwargs))
 
     @classmethod
