@@ -85,7 +85,7 @@ BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], Path], type[NanoVLLMError], st
     "rotation that would change under cached keys": (
         changed_config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
         ArchitectureError,
-        r"'dynamic' is not supported; supported are default, linear, yarn, llama3",
+        r"'dynamic' is not supported, only default, linear, yarn, llama3",
     ),
     "a setting of another type": (
         changed_config(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": "x"}),
