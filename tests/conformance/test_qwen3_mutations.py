@@ -274,7 +274,7 @@ MUTATIONS = [
     config(
         "another activation is computed as silu",
         HONOURED,
-        ('refuse_unless(config, hidden_act="silu", is_causal=True)', "pass"),
+        ('refuse_unless(config, hidden_act="silu")', "pass"),
     ),
     own(
         "a sliding window is ignored",
