@@ -182,9 +182,9 @@ SHIPPED = None
 SWEEP = (
     SHIPPED,
     FEW,
-    replace(FEW, wave_programs=2),
-    replace(FEW, max_programs=24),
-    replace(FEW, max_chunk=512, max_programs=8),
+    replace(FEW, registers=None, wave_programs=2),
+    replace(FEW, registers=None, max_programs=24),
+    replace(FEW, registers=None, max_chunk=512, max_programs=8),
     replace(FEW, num_stages=4),
     MANY,
     replace(MANY, max_chunk=256, max_programs=16),

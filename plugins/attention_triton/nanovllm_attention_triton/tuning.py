@@ -127,7 +127,7 @@ with groups of 4; of 800 keys 6 in place of 16 with groups of 16. Larger groups 
 more than four times."""
 DECODE_WHOLE = DecodeTuning(tile=128, num_warps=4, num_stages=3, registers=255, second_wave=512)
 """A multiprocessor for each program, and mostly a program for each pair: nothing is merged then."""
-DECODE_SIX = replace(DECODE_FEW[2], num_stages=2, registers=168)
+DECODE_SIX = replace(DECODE_FEW[2], num_stages=2)
 DECODE_MANY = DecodeTuning(tile=64, num_warps=4, num_stages=3, max_chunk=1024)
 DECODE_THREE = replace(DECODE_MANY, registers=168, second_wave=224)
 DECODE_FOUR = DecodeTuning(tile=64, num_warps=4, num_stages=2, registers=128, second_wave=224)
