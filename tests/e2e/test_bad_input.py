@@ -237,6 +237,13 @@ def test_a_bad_setting_is_refused_before_weights_are_read(case: str, tmp_path: P
         open_tiny(write_config(tmp_path), **changes)
 
 
+def test_a_model_larger_than_the_memory_names_the_bytes_and_what_helps(tmp_path: Path) -> None:
+    """Torch has another error for it on a CPU, in the midst of the plugin's code."""
+    folder = write_config(tmp_path, vocab_size=10**12)
+    with pytest.raises(OutOfMemoryError, match=r"cpu for the model: .* \d+ bytes.*; .*smaller"):
+        open_tiny(folder, load_format="dummy")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 def test_a_gpu_that_is_not_there_is_an_error_not_a_slow_cpu(device: str, tiny: Path) -> None:
