@@ -76,6 +76,8 @@ from nanovllm_core.layers.rotary import (
     build_cos_sin_cache as build_cos_sin_cache,
 )
 from nanovllm_core.layers.settings import (
+    list_of as list_of,
+    mapping as mapping,
     positive_float as positive_float,
     positive_int as positive_int,
     true_or_false as true_or_false,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_core.errors import ArchitectureError, shown
-from nanovllm_core.layers.settings import positive_float, positive_int, true_or_false
+from nanovllm_core.layers.settings import mapping, positive_float, positive_int, true_or_false
 
 _DEFAULT_THETA = 10_000.0
 _REMEDY = "use another checkpoint, or another plugin for its architecture"
@@ -50,8 +50,9 @@ class RopeConfig:
 
         Since 5 all is in `rope_parameters`; before, `rope_theta` stood beside `rope_scaling`, whose
         kind is called `type` or `rope_type`. Where both are there, `rope_scaling` counts.
-        `max_position` is the longest context that the settings allow: yarn stretches it beyond
-        `max_position_embeddings`. Raises ArchitectureError for kinds that are unknown or would be
+        `max_position` is the longest context that the settings allow. linear and yarn stretch it
+        beyond `max_position_embeddings`, to `original_max_position_embeddings` x `factor`; the
+        first stands for the second where that is absent. With llama3 it counts the factor. Raises ArchitectureError for kinds that are unknown or would be
         wrong here, and for numbers that are.
         """
         rope = _rope_settings(config)
@@ -61,7 +62,7 @@ class RopeConfig:
                 f"which is not supported: all layers must rotate alike; {_REMEDY}"
             )
         kind = rope.get("rope_type", rope.get("type")) or "default"
-        if kind not in _FREQUENCIES:
+        if kind not in [*_FREQUENCIES]:  # it need not be hashable
             # Up to there dynamic frequencies are the default ones.
             dynamic = "state 'default' for sequences of at most max_position_embeddings"
             raise ArchitectureError(
@@ -86,10 +87,10 @@ def _rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
     A theta that this would drop for the default is refused: to use it would be to guess.
     """
-    scaling, parameters = config.get("rope_scaling"), config.get("rope_parameters")
+    scaling, parameters = mapping(config, "rope_scaling"), mapping(config, "rope_parameters")
     shared = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
-    rope = {**shared, **(scaling or parameters or {})}
-    dropped = parameters.get("rope_theta") if scaling and parameters else None
+    rope = {**shared, **(scaling or parameters)}
+    dropped = parameters.get("rope_theta") if scaling else None
     if rope["rope_theta"] is None and dropped not in (None, _DEFAULT_THETA):
         raise ArchitectureError(
             f"config.json: rope_scaling replaces rope_parameters, and has no rope_theta ("
@@ -121,6 +122,8 @@ def _stretched(
     # A yarn config without a factor means the ratio of the two lengths.
     factor = number("factor", plain.max_position / original if kind == "yarn" else None)
     scaled = replace(plain, kind=kind, factor=factor, original_max_position=original)
+    if kind != "llama3":
+        scaled = replace(scaled, max_position=max(plain.max_position, int(original * factor)))
     if kind == "linear":
         return scaled
     if kind == "yarn":
@@ -158,7 +161,6 @@ def _with_yarn(
         beta_fast=number("beta_fast") if rope.get("beta_fast") else scaled.beta_fast,
         beta_slow=number("beta_slow") if rope.get("beta_slow") else scaled.beta_slow,
         truncate=true_or_false(rope, "truncate", default=True),
-        max_position=max(scaled.max_position, int(scaled.original_max_position * scaled.factor)),
     )
 
 

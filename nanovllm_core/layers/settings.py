@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from nanovllm_core.errors import ArchitectureError, shown
 
 FILE = "config.json"
+T = TypeVar("T")
 
 
 def positive_int(
@@ -23,7 +24,7 @@ def positive_int(
     if value is None:
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _wrong(where, key, "integer", value)
+        raise _wrong(where, key, "a positive integer", value)
     return value
 
 
@@ -35,7 +36,7 @@ def positive_float(
     if value is None:
         value = default
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise _wrong(where, key, "number", value)
+        raise _wrong(where, key, "a positive number", value)
     return float(value)
 
 
@@ -46,15 +47,30 @@ def true_or_false(settings: Mapping[str, Any], key: str, default: bool = False) 
     """
     value = settings.get(key, default)
     if value not in (None, True, False):
-        raise ArchitectureError(
-            f"{FILE}: {key} must be true or false, not {shown(value)}; "
-            "check the checkpoint's config.json"
-        )
+        raise _wrong(FILE, key, "true or false", value)
     return bool(value)
+
+
+def mapping(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A group of settings of config.json; absent and null mean an empty one.
+
+    Raises ArchitectureError for anything else.
+    """
+    value = settings.get(key)
+    if not isinstance(value, Mapping | None):
+        raise _wrong(FILE, key, "a mapping of settings", value)
+    return value or {}
+
+
+def list_of(settings: Mapping[str, Any], key: str, kind: type[T]) -> Sequence[T]:
+    """A list of config.json whose entries are all int, or all str; otherwise as `mapping`."""
+    value = settings.get(key)
+    if not isinstance(value, list | tuple | None) or {*map(type, value or ())} - {kind}:
+        raise _wrong(FILE, key, f"a list of {kind.__name__}", value)
+    return value or ()
 
 
 def _wrong(where: str, key: str, kind: str, value: Any) -> ArchitectureError:
     return ArchitectureError(
-        f"{where}: {key} must be a positive {kind}, not {shown(value)}; "
-        "check the checkpoint's config.json"
+        f"{where}: {key} must be {kind}, not {shown(value)}; check the checkpoint's config.json"
     )

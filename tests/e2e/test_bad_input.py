@@ -92,8 +92,13 @@ BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], Path], type[NanoVLLMError], st
         ArchitectureError,
         r"config\.json, linear rope: factor must be a positive number, not 'x'; check",
     ),
-    "a setting that no code expects": (
+    "settings that are no mapping": (
         changed_config(rope_parameters="linear"),
+        ArchitectureError,
+        r"config\.json: rope_parameters must be a mapping of settings, not 'linear'; check the",
+    ),
+    "a setting that no code expects": (
+        changed_config(rms_norm_eps=10**400),
         ArchitectureError,
         r"config\.json cannot be read by model 'Qwen3ForCausalLM' \(nanovllm-.*; correct",
     ),
