@@ -93,11 +93,14 @@ class _Stack(Layer):
             (num + num_shared, outputs, columns.size), dtype=context.dtype, device=context.device
         )
         self.weight = make_split_parameter(context, rows, columns, self.tensor[:num].flatten(0, 1))
+        whole = sum(piece.full_size for piece in rows.values()) // num
+        self.weight.stacked_shape = (num, whole, columns.full_size)
 
 
 class Experts(Layer):
     """The gated MLPs of a mixture. Checkpoints name their weights "17.gate_proj.weight".
 
+    Or they hold those of all experts in two tensors, "gate_up_proj" and "down_proj" [N, out, in].
     Behind the `num_experts` that a router chooses from lie `num_shared` others: `SharedExperts`.
     """
 

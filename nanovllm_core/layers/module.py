@@ -27,13 +27,15 @@ class ModelParameter(nn.Parameter):
 
     `shard_shapes` gives, for each shard that must be loaded exactly once, the shape of the
     checkpoint's tensor, before it is split over ranks. `dummy_mean` and `dummy_std` are the normal
-    distribution of its values where no checkpoint is loaded.
+    distribution of its values where no checkpoint is loaded. With a `stacked_shape` the checkpoint
+    may hold all shards of X.weight in one tensor of that shape, X_proj.
     """
 
     weight_loader: WeightLoader
     shard_shapes: Mapping[ShardId, tuple[int, ...]]
     dummy_mean: float
     dummy_std: float
+    stacked_shape: tuple[int, int, int] | None = None
 
 
 def make_parameter(

@@ -50,9 +50,10 @@ class RopeConfig:
 
         Since 5 all is in `rope_parameters`; before, `rope_theta` stood beside `rope_scaling`, whose
         kind is called `type` or `rope_type`. Where both are there, `rope_scaling` counts.
-        `max_position` is the longest context that the settings allow. linear and yarn stretch it
-        beyond `max_position_embeddings`, to `original_max_position_embeddings` x `factor`; the
-        first stands for the second where that is absent. With llama3 it counts the factor. Raises ArchitectureError for kinds that are unknown or would be
+        `max_position` is the longest context that the settings allow: linear and yarn stretch it
+        beyond `max_position_embeddings`, to `original_max_position_embeddings` x `factor`. Where
+        the original length is absent it is `max_position_embeddings`, which is taken not to count
+        the factor, as vLLM does. Raises ArchitectureError for kinds that are unknown or would be
         wrong here, and for numbers that are.
         """
         rope = _rope_settings(config)

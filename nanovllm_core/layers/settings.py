@@ -20,9 +20,7 @@ def positive_int(
     Raises ArchitectureError, which names `where`, the key and the value: also where there is
     neither a value nor a default.
     """
-    value = settings.get(key)
-    if value is None:
-        value = default
+    value = default if (value := settings.get(key)) is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise _wrong(where, key, "a positive integer", value)
     return value
@@ -32,9 +30,7 @@ def positive_float(
     settings: Mapping[str, Any], key: str, default: float | None = None, *, where: str = FILE
 ) -> float:
     """A finite number above 0 of config.json, not NaN; otherwise as `positive_int`."""
-    value = settings.get(key)
-    if value is None:
-        value = default
+    value = default if (value := settings.get(key)) is None else value
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise _wrong(where, key, "a positive number", value)
     return float(value)
