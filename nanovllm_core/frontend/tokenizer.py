@@ -266,7 +266,10 @@ def checkpoint_eos_token_ids(folder: str | Path, more: Iterable[int] = ()) -> tu
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
-        value = _setting(read_json(path), "eos_token_id")
+        config = read_json(path)
+        if isinstance(text := config.get("text_config"), dict):  # of a model of more than text
+            config = {**text, **{key: one for key, one in config.items() if one is not None}}
+        value = config.get("eos_token_id")
         for token_id in value if isinstance(value, list) else [] if value is None else [value]:
             if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
                 raise CheckpointError(
@@ -274,17 +277,9 @@ def checkpoint_eos_token_ids(folder: str | Path, more: Iterable[int] = ()) -> tu
                     "of them"
                 )
             ids.append(token_id)
-    size = _setting(read_json(Path(folder) / "config.json"), "vocab_size")
+    size = config.get("vocab_size")
     end = size if isinstance(size, int) else _LONGEST_VOCABULARY
     return tuple(dict.fromkeys(token_id for token_id in (*ids, *more) if token_id < end))
-
-
-def _setting(config: Mapping[str, Any], key: str) -> Any:
-    """Of config.json, or of its `text_config`, where models of more than text keep text's own."""
-    inner = config.get("text_config")
-    if config.get(key) is None and isinstance(inner, Mapping):
-        return inner.get(key)
-    return config.get(key)
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:

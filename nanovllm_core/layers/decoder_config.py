@@ -16,7 +16,7 @@ from nanovllm_core.interfaces.model import ModelShape, heads_per_rank
 from nanovllm_core.layers.rotary import RopeConfig
 from nanovllm_core.layers.settings import (
     list_of,
-    mapping,
+    nested,
     positive_float,
     positive_int,
     true_or_false,
@@ -146,7 +146,7 @@ def _refuse_what_no_decoder_here_computes(config: Mapping[str, Any]) -> None:
             f"config.json: layer_types mix {', '.join(kinds)}, which is not supported: all layers "
             "attend alike here; use another checkpoint, or another plugin for its architecture"
         )
-    if quantization := mapping(config, "quantization_config"):
+    if quantization := nested(config, "quantization_config"):
         raise ArchitectureError(
             f"the checkpoint is quantised ({quantization.get('quant_method', 'unknown')}), which "
             "is not supported; use the one in bfloat16 or float16"

@@ -59,9 +59,6 @@ class Router(Layer):
         rows: Pieces = {None: Piece(num_experts, 0, num_experts)}
         self.matrix = context.make_matrix(self, rows, Piece(hidden_size, 0, hidden_size))
 
-    def finalize(self) -> None:
-        self.matrix.finalize()
-
     def forward(self, x_TE: Tensor, norm: RMSNorm | None = None) -> tuple[Tensor, ...]:
         """Normed hidden states [T, E] -> weights [T, C] float32 and ids [T, C] int32.
 
@@ -125,11 +122,7 @@ class Experts(Layer):
         self.down = _Stack(context, down, part, num_experts, num_shared)
 
     def forward(
-        self,
-        x_TE: Tensor,
-        weights_TC: Tensor,
-        ids_TC: Tensor,
-        residual_TE: Tensor | None = None,
+        self, x_TE: Tensor, weights_TC: Tensor, ids_TC: Tensor, residual_TE: Tensor | None = None
     ) -> Tensor:
         """Normed hidden states, and the weights and ids of each token's experts -> [T, E].
 
@@ -171,8 +164,8 @@ class SharedExperts(nn.Module):
 
     def __init__(self, context: LayerContext, experts: Experts) -> None:
         super().__init__()
-        stacks = (experts.gate_up, experts.down)
-        gate_up, down = (one.tensor[experts.num_experts :] for one in stacks)
+        num = experts.num_experts
+        gate_up, down = experts.gate_up.tensor[num:], experts.down.tensor[num:]
         self.gate_up_proj = _SharedStack(context, gate_up, experts.columns, dim=0)
         self.down_proj = _SharedStack(context, down, experts.columns, dim=1)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from nanovllm_core.layers.context import LayerContext
+    from nanovllm_core.layers.matrix import WeightMatrix
 
 _PINNED_BYTES = 16 << 20
 _pinned = local()
@@ -61,16 +62,11 @@ def make_parameter(
     if data is None:
         data = torch.empty(shape, dtype=context.dtype, device=context.device)
     parameter = ModelParameter(data, requires_grad=False)
-    parameter.weight_loader = weight_loader or load_whole
+    parameter.weight_loader = weight_loader or (lambda param, tensor, _: copy_weight(param, tensor))
     parameter.shard_shapes = shard_shapes or {None: shape}
     parameter.dummy_mean = dummy_mean
     parameter.dummy_std = dummy_std
     return parameter
-
-
-def load_whole(param: ModelParameter, tensor: Tensor, shard_id: ShardId) -> None:
-    """The loader of a parameter that every rank holds whole."""
-    copy_weight(param, tensor)
 
 
 def copy_weight(target: Tensor, source: Tensor) -> None:
@@ -105,12 +101,16 @@ class Layer(nn.Module):
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
         self.context = context
+        self.matrices: list[WeightMatrix] = []
 
     def finalize(self) -> None:
         """Called once, after the weights are loaded: the place to repack them for a kernel.
 
-        What a captured forward reads must be in its place when this returns.
+        By default by the layer's `matrices`, those that were made for it. What a captured forward
+        reads must be in its place when this returns.
         """
+        for matrix in self.matrices:
+            matrix.finalize()
 
     if TYPE_CHECKING:  # nn.Module's own is typed to return Any
 

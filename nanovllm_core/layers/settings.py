@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from nanovllm_core.errors import ArchitectureError, shown
 
 FILE = "config.json"
-T = TypeVar("T")
 
 
 def positive_int(
@@ -22,7 +21,7 @@ def positive_int(
     """
     value = default if (value := settings.get(key)) is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _wrong(where, key, "a positive integer", value)
+        raise wrong(where, key, "a positive integer", value)
     return value
 
 
@@ -32,7 +31,7 @@ def positive_float(
     """A finite number above 0 of config.json, not NaN; otherwise as `positive_int`."""
     value = default if (value := settings.get(key)) is None else value
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise _wrong(where, key, "a positive number", value)
+        raise wrong(where, key, "a positive number", value)
     return float(value)
 
 
@@ -43,30 +42,28 @@ def true_or_false(settings: Mapping[str, Any], key: str, default: bool = False) 
     """
     value = settings.get(key, default)
     if value not in (None, True, False):
-        raise _wrong(FILE, key, "true or false", value)
+        raise wrong(FILE, key, "true or false", value)
     return bool(value)
 
 
-def mapping(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """A group of settings of config.json; absent and null mean an empty one.
-
-    Raises ArchitectureError for anything else.
-    """
+def nested(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Settings within config.json's; absent and null mean none, any other value is refused."""
     value = settings.get(key)
     if not isinstance(value, Mapping | None):
-        raise _wrong(FILE, key, "a mapping of settings", value)
+        raise wrong(FILE, key, "a mapping of settings", value)
     return value or {}
 
 
-def list_of(settings: Mapping[str, Any], key: str, kind: type[T]) -> Sequence[T]:
-    """A list of config.json whose entries are all int, or all str; otherwise as `mapping`."""
+def list_of(settings: Mapping[str, Any], key: str, kind: type) -> Sequence[Any]:
+    """A list of config.json whose entries are all int, or all str; otherwise as `nested`."""
     value = settings.get(key)
     if not isinstance(value, list | tuple | None) or {*map(type, value or ())} - {kind}:
-        raise _wrong(FILE, key, f"a list of {kind.__name__}", value)
+        raise wrong(FILE, key, f"a list of {kind.__name__}", value)
     return value or ()
 
 
-def _wrong(where: str, key: str, kind: str, value: Any) -> ArchitectureError:
+def wrong(where: str, key: str, kind: str, value: Any) -> ArchitectureError:
+    """The error for a setting that is not what it must be."""
     return ArchitectureError(
         f"{where}: {key} must be {kind}, not {shown(value)}; check the checkpoint's config.json"
     )

@@ -32,7 +32,6 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _ROPE_BUFFER = ".rotary_emb.inv_freq"
 """Follows from config.json: Llama 1 and 2, Moonlight and Kimi were saved with it."""
-_NESTED = "model.language_model."
 _MAX_NAMES = 8
 _LOADERS = 4
 """Threads that copy tensors."""
@@ -134,11 +133,10 @@ def init_dummy_weights(model: nn.Module, seed: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """The target of one tensor of the checkpoint: a shard, or several, one below the other."""
+    """The target of a tensor of this shape: a shard, or several, one below the other."""
 
     parameter: ModelParameter
     shape: tuple[int, ...]
-    """Of the tensor."""
     shard_ids: tuple[ShardId, ...]
     lock: Lock
     """Of the parameter."""
@@ -348,10 +346,10 @@ def _check(
                 problems[kind].append(f"{name} (in {file.name}: {dtype})")
     reasons = [f"{len(names)} {kind}: {_some(names)}" for kind, names in problems.items() if names]
     remedy = "Check that config.json belongs to these weights, or download the checkpoint again"
-    if any(name.startswith(_NESTED) and name not in shapes for name in files):
+    if any(name.startswith("model.language_model.") and name not in shapes for name in files):
         remedy = (
-            f"{_NESTED}* is how transformers 5 names the text model of a larger one: save it there "
-            "with save_original_format=True, or use a checkpoint of the text model alone"
+            "model.language_model.* is how transformers 5 names the text model of a larger one: "
+            "save it there with save_original_format=True, or use one of the text model alone"
         )
     if reasons:
         raise WeightsError(

@@ -285,7 +285,7 @@ MUTATIONS = [
     config(
         "a quantised checkpoint is taken for a plain one",
         REFUSED,
-        ('if quantization := mapping(config, "quantization_config"):', "if quantization := None:"),
+        ('if quantization := nested(config, "quantization_config"):', "if quantization := None:"),
     ),
     config(
         "the width of heads is always hidden_size / heads",

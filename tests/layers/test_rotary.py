@@ -187,7 +187,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "llama3 rope: high_freq_factor must be a positive number, not None": {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
     },
-    r"low_freq_factor \(4.0\) must not be above high_freq_factor \(1.0\)": {
+    r"low_freq_factor must be at most high_freq_factor \(1.0\), not 4.0": {
         **LLAMA3, "low_freq_factor": 4.0, "high_freq_factor": 1.0,
     },
     "yarn rope: rope_theta must be above 1, not 1.0": {**YARN, "rope_theta": 1},

@@ -16,7 +16,7 @@ from nanovllm_core.layers import (
     RopeConfig,
     heads_per_rank,
     list_of,
-    mapping,
+    nested,
     positive_float,
     positive_int,
     refuse_unless,
@@ -127,7 +127,7 @@ def _read(
     logits_cap: float | None,
 ) -> GemmaConfig:
     refuse_unless(config, hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
-    if quantization := mapping(config, "quantization_config"):
+    if quantization := nested(config, "quantization_config"):
         raise ArchitectureError(
             f"the checkpoint is quantised ({quantization.get('quant_method', 'unknown')}), which "
             "is not supported; use the one in bfloat16"
@@ -193,14 +193,14 @@ def _gemma3_ropes(config: Mapping[str, Any]) -> dict[str, RopeConfig]:
     Before, `rope_theta` and `rope_scaling` were those of the full layers and
     `rope_local_base_freq` the theta of the others. `rope_scaling` still counts for the full ones.
     """
-    given = mapping(config, "rope_parameters")
+    given = nested(config, "rope_parameters")
     if flat := sorted(given.keys() - {SLIDING, FULL}):
         raise ArchitectureError(
             f"config.json: Gemma 3's rope_parameters are stated for {SLIDING} and {FULL} each, and "
             f"{', '.join(flat)} for neither; move them into one of the two"
         )
-    local, whole = ({**mapping(given, kind)} for kind in (SLIDING, FULL))
-    whole |= mapping(config, "rope_scaling")
+    local, whole = ({**nested(given, kind)} for kind in (SLIDING, FULL))
+    whole |= nested(config, "rope_scaling")
     _set_theta(local, config.get("rope_local_base_freq"), _LOCAL_THETA)
     _set_theta(whole, config.get("rope_theta"), _GLOBAL_THETA)
     longest = {"max_position_embeddings": config.get("max_position_embeddings")}
