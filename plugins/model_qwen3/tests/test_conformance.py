@@ -21,7 +21,12 @@ class TestQwen3(ModelConformance):
     }
     rope_kinds = frozenset({"default", "linear", "yarn", "llama3"})
     refused: ClassVar = {
-        "a sliding window": {"use_sliding_window": True, "max_window_layers": 0},
+        "a sliding window": {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 0,
+            "layer_types": None,
+        },
         "windowed layers": {"layer_types": ["full_attention", "sliding_attention"]},
     }
 

@@ -136,7 +136,7 @@ def _read(
     num_kv_heads = positive_int(config, "num_key_value_heads", _KV_HEADS)
     heads_per_rank(num_heads, num_kv_heads, tp_size=1)  # refuses what no rank could share out
     stated = positive_int(config, "max_position_embeddings")  # a linear factor is in it already
-    longest = max(stated, *(one.max_position for one in ropes.values() if one.kind != "linear"))
+    longest = max([stated, *(one.max_position for one in ropes.values() if one.kind != "linear")])
     num_layers = positive_int(config, "num_hidden_layers")
     kinds = _layer_types(config, num_layers, pattern)
     window = None
