@@ -164,8 +164,8 @@ class SharedExperts(nn.Module):
 
     def __init__(self, context: LayerContext, experts: Experts) -> None:
         super().__init__()
-        num = experts.num_experts
-        gate_up, down = experts.gate_up.tensor[num:], experts.down.tensor[num:]
+        stacks = (experts.gate_up, experts.down)
+        gate_up, down = (one.tensor[experts.num_experts :] for one in stacks)
         self.gate_up_proj = _SharedStack(context, gate_up, experts.columns, dim=0)
         self.down_proj = _SharedStack(context, down, experts.columns, dim=1)
 
