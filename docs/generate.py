@@ -235,7 +235,7 @@ def signatures() -> str:
         *("VocabParallelEmbedding", "ParallelLMHead", "RMSNorm"),
         *("ZeroCenteredRMSNorm", "Attention"),
         *("norm_linear", "linear_add", "gated_mlp", "build_cos_sin_cache"),
-        *("positive_int", "positive_float", "true_or_false"),
+        *("positive_int", "positive_float", "true_or_false", "nested", "list_of"),
     ]
     return "\n\n".join(
         signature(name, getattr(layers if hasattr(layers, name) else api, name)) for name in made

@@ -331,6 +331,11 @@ def test_an_unknown_hook_says_which_one_was_meant(install: Install, hook: str, h
          "options O are given by no configuration to a model"),
         ("checkpoint", "checkpoints", "CheckpointSpec(name='x', impl='x:X', contract=2, options=O)",
          "options O are given by no configuration to a checkpoint"),
+        *((kind, f"{kind}s", f"{spec}(name='x', impl='x:X', contract=1, arguments={model})", said)
+          for kind, spec in (("logits_processor", "LogitsProcessorSpec"),
+                             ("constraint", "ConstraintSpec"))
+          for model, said in (("Loose", 'Loose must set extra="forbid"'),
+                              ("dict", "arguments <class 'dict'> is not a pydantic model"))),
     ],
 )  # fmt: skip
 def test_a_spec_with_a_field_that_cannot_be_acted_upon_is_refused_by_name(
@@ -342,6 +347,8 @@ from nanovllm_core import api
 from nanovllm_core.api import *
 class O(NoOptions):
     size: int = 1
+class Loose(O, extra="ignore"):
+    pass
 @api.hookimpl
 def nanovllm_{hook}():
     return [{spec}]

@@ -390,6 +390,19 @@ def test_an_end_of_sequence_id_beyond_the_vocabulary_is_left_out(copied, name):
     assert checkpoint_eos_token_ids(copied) == ((99,) if name == "config.json" else (5, 99))
 
 
+@pytest.mark.parametrize("outer", [{}, {"eos_token_id": None, "vocab_size": None}])
+def test_ends_of_a_sequence_may_be_in_the_settings_of_text(copied, outer):
+    """Gemma 3 nests them. What config.json itself states counts before them."""
+    write_json(copied / "generation_config.json", {"eos_token_id": 1})
+    text = {"eos_token_id": [5, 99, 100], "vocab_size": 100}
+    write_json(copied / "config.json", {**outer, "text_config": text})
+    assert checkpoint_eos_token_ids(copied) == (1, 5, 99)
+    write_json(copied / "config.json", {"text_config": text, "eos_token_id": 7, "vocab_size": 8})
+    assert checkpoint_eos_token_ids(copied) == (1, 7)
+    write_json(copied / "config.json", {"text_config": "text"})
+    assert checkpoint_eos_token_ids(copied) == (1,)
+
+
 def test_the_tokenizers_own_end_beyond_the_vocabulary_is_left_out(copied):
     """A tokenizer may hold tokens for which the model has no row."""
     write_json(copied / "config.json", {"vocab_size": 3, "eos_token_id": 0})
@@ -483,6 +496,24 @@ def test_a_template_file_and_a_list_of_templates_are_found(copied):
     write_json(copied / "tokenizer_config.json", {"chat_template": entries})
     loaded = load(copied)
     assert loaded.decode(loaded.apply_chat_template(messages)) == "d"
+
+
+def test_templates_of_which_none_is_the_default_are_named(copied):
+    """Which of them a conversation needs is not guessed."""
+    entries = [{"name": name, "template": "t"} for name in ("tool_use", "rag")]
+    write_json(copied / "tokenizer_config.json", {"chat_template": entries})
+    loaded = load(copied)
+    loaded.load_chat_template()
+    said = r"only chat templates named 'tool_use', 'rag', .* or write the one to use to chat_temp"
+    with pytest.raises(InvalidPromptError, match=said):
+        loaded.apply_chat_template([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("entry", ["default", {"name": "default"}, {"name": [], "template": "t"}])
+def test_a_malformed_list_of_templates_is_named(copied, entry):
+    write_json(copied / "tokenizer_config.json", {"chat_template": [entry]})
+    with pytest.raises(CheckpointError, match=r"config\.json: chat_template is \[.*; fetch the"):
+        load(copied)
 
 
 def test_a_missing_template_says_what_to_do(copied):

@@ -57,7 +57,7 @@ class Tokenizer:
         self._config = _read_settings(folder)
         if self._config.get("add_bos_token") is True:
             _begin_with(backend, _content(self._config.get("bos_token")))
-        self._template = _find_template(folder, self._config)
+        self._templates = _find_templates(folder, self._config)
         self._template_kwargs = dict(chat_template_kwargs or {})
         eos = _content(self._config.get("eos_token"))
         own = backend.token_to_id(eos) if eos else None
@@ -119,18 +119,21 @@ class Tokenizer:
 
         For programs that must not stand still then. Nothing where the checkpoint has no template.
         """
-        if self._template is not None:
+        if "default" in self._templates:
             self._renderer  # noqa: B018 - reading it makes it
 
     def require_chat_template(self) -> str:
-        """The checkpoint's template; InvalidPromptError where it has none."""
-        if self._template is None:
-            raise InvalidPromptError(
-                f"the checkpoint at {self.folder} has no chat template (in tokenizer_config.json "
-                "or chat_template.jinja); pass the prompt as text or token ids, or use a model "
-                "made for chat"
-            )
-        return self._template
+        """The checkpoint's default template; InvalidPromptError where it has none."""
+        if "default" in self._templates:
+            return self._templates["default"]
+        found, remedy = "no chat template", "use a model made for chat"
+        if names := ", ".join(map(shown, self._templates)):
+            found = f"only chat templates named {names}, and none named 'default',"
+            remedy = "write the one to use to chat_template.jinja there"
+        raise InvalidPromptError(
+            f"the checkpoint at {self.folder} has {found} (in tokenizer_config.json or "
+            f"chat_template.jinja); pass the prompt as text or token ids, or {remedy}"
+        )
 
     def apply_chat_template(
         self,
@@ -263,7 +266,10 @@ def checkpoint_eos_token_ids(folder: str | Path, more: Iterable[int] = ()) -> tu
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
-        value = read_json(path).get("eos_token_id")
+        config = read_json(path)
+        if isinstance(text := config.get("text_config"), dict):  # of a model of more than text
+            config = {**text, **{key: one for key, one in config.items() if one is not None}}
+        value = config.get("eos_token_id")
         for token_id in value if isinstance(value, list) else [] if value is None else [value]:
             if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
                 raise CheckpointError(
@@ -271,7 +277,7 @@ def checkpoint_eos_token_ids(folder: str | Path, more: Iterable[int] = ()) -> tu
                     "of them"
                 )
             ids.append(token_id)
-    size = read_json(Path(folder) / "config.json").get("vocab_size")
+    size = config.get("vocab_size")
     end = size if isinstance(size, int) else _LONGEST_VOCABULARY
     return tuple(dict.fromkeys(token_id for token_id in (*ids, *more) if token_id < end))
 
@@ -363,16 +369,21 @@ def _convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def _find_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja, else the (default) template of tokenizer_config.json."""
+def _find_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """By name: chat_template.jinja, else the template or templates of tokenizer_config.json."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return read_text(path)
+        return {"default": read_text(path)}
     template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+    if not isinstance(template, list):
+        return {"default": template} if isinstance(template, str) else {}
+    try:
+        return {entry["name"]: entry["template"] for entry in template}
+    except (TypeError, LookupError) as error:
+        raise CheckpointError(
+            f"{folder / 'tokenizer_config.json'}: chat_template is {shown(template)}; of a list "
+            'each entry must be {"name": "...", "template": "..."}; fetch the file again'
+        ) from error
 
 
 def _check_messages(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:

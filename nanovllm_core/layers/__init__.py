@@ -67,15 +67,14 @@ from nanovllm_core.layers.module import (
     finalize_layers as finalize_layers,
     make_parameter as make_parameter,
 )
-from nanovllm_core.layers.norm import (
-    RMSNorm as RMSNorm,
-    ZeroCenteredRMSNorm as ZeroCenteredRMSNorm,
-)
+from nanovllm_core.layers.norm import RMSNorm as RMSNorm, ZeroCenteredRMSNorm as ZeroCenteredRMSNorm
 from nanovllm_core.layers.rotary import (
     RopeConfig as RopeConfig,
     build_cos_sin_cache as build_cos_sin_cache,
 )
 from nanovllm_core.layers.settings import (
+    list_of as list_of,
+    nested as nested,
     positive_float as positive_float,
     positive_int as positive_int,
     true_or_false as true_or_false,

@@ -14,7 +14,13 @@ from typing import Any
 from nanovllm_core.errors import ArchitectureError, shown
 from nanovllm_core.interfaces.model import ModelShape, heads_per_rank
 from nanovllm_core.layers.rotary import RopeConfig
-from nanovllm_core.layers.settings import positive_float, positive_int, true_or_false
+from nanovllm_core.layers.settings import (
+    list_of,
+    nested,
+    positive_float,
+    positive_int,
+    true_or_false,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,13 +140,13 @@ def _refuse_what_no_decoder_here_computes(config: Mapping[str, Any]) -> None:
     refuse_unless(config, is_causal=True)
     if config.get("hidden_act") != "swish":  # another name of it
         refuse_unless(config, hidden_act="silu")
-    kinds = sorted(set(config.get("layer_types") or ()))
+    kinds = sorted(set(list_of(config, "layer_types", str)))
     if len(kinds) > 1:
         raise ArchitectureError(
             f"config.json: layer_types mix {', '.join(kinds)}, which is not supported: all layers "
             "attend alike here; use another checkpoint, or another plugin for its architecture"
         )
-    if quantization := config.get("quantization_config"):
+    if quantization := nested(config, "quantization_config"):
         raise ArchitectureError(
             f"the checkpoint is quantised ({quantization.get('quant_method', 'unknown')}), which "
             "is not supported; use the one in bfloat16 or float16"

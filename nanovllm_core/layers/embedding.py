@@ -35,9 +35,6 @@ class VocabParallelEmbedding(_VocabParallel):
         super().__init__(context, vocab_size)
         self.matrix = self._make_matrix(size)
 
-    def finalize(self) -> None:
-        self.matrix.finalize()
-
     def forward(self, input_ids_T: Tensor) -> Tensor:
         """Ids below `vocab_size` [T] -> rows of the matrix [T, size], whole on every rank."""
         tp = self.context.tp
@@ -64,7 +61,6 @@ class ParallelLMHead(_VocabParallel):
         tied_to: VocabParallelEmbedding | None = None,
     ) -> None:
         super().__init__(context, vocab_size)
-        self.tied = tied_to is not None
         if tied_to is None:
             self.matrix = self._make_matrix(size)
             return
@@ -76,10 +72,6 @@ class ParallelLMHead(_VocabParallel):
         self.matrix = tied_to.matrix
         for name, parameter in tied_to.named_parameters():
             self.register_parameter(name, parameter)
-
-    def finalize(self) -> None:
-        if not self.tied:  # or the embedding's layer does it
-            self.matrix.finalize()
 
     def forward(self, hidden_TE: Tensor, out_TV: Tensor | None = None) -> Tensor:
         """Hidden states [T, size] -> logits [T, vocab_size], whole on every rank.

@@ -59,9 +59,6 @@ class Router(Layer):
         rows: Pieces = {None: Piece(num_experts, 0, num_experts)}
         self.matrix = context.make_matrix(self, rows, Piece(hidden_size, 0, hidden_size))
 
-    def finalize(self) -> None:
-        self.matrix.finalize()
-
     def forward(self, x_TE: Tensor, norm: RMSNorm | None = None) -> tuple[Tensor, ...]:
         """Normed hidden states [T, E] -> weights [T, C] float32 and ids [T, C] int32.
 
@@ -93,11 +90,14 @@ class _Stack(Layer):
             (num + num_shared, outputs, columns.size), dtype=context.dtype, device=context.device
         )
         self.weight = make_split_parameter(context, rows, columns, self.tensor[:num].flatten(0, 1))
+        whole = sum(piece.full_size for piece in rows.values()) // num
+        self.weight.stacked_shape = (num, whole, columns.full_size)
 
 
 class Experts(Layer):
     """The gated MLPs of a mixture. Checkpoints name their weights "17.gate_proj.weight".
 
+    Or they hold those of all experts in two tensors, "gate_up_proj" and "down_proj" [N, out, in].
     Behind the `num_experts` that a router chooses from lie `num_shared` others: `SharedExperts`.
     """
 
@@ -122,11 +122,7 @@ class Experts(Layer):
         self.down = _Stack(context, down, part, num_experts, num_shared)
 
     def forward(
-        self,
-        x_TE: Tensor,
-        weights_TC: Tensor,
-        ids_TC: Tensor,
-        residual_TE: Tensor | None = None,
+        self, x_TE: Tensor, weights_TC: Tensor, ids_TC: Tensor, residual_TE: Tensor | None = None
     ) -> Tensor:
         """Normed hidden states, and the weights and ids of each token's experts -> [T, E].
 

@@ -58,9 +58,6 @@ class ColumnParallelLinear(Layer):
         self.matrix = context.make_matrix(self, outputs, Piece(input_size, 0, input_size))
         self.bias = make_split_parameter(context, outputs) if bias else None
 
-    def finalize(self) -> None:
-        self.matrix.finalize()
-
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] -> this rank's outputs [T, out / ranks], in the dtype of the weight."""
         return self.matrix.linear(x, self.bias)
@@ -125,14 +122,10 @@ class RowParallelLinear(Layer):
     ) -> None:
         super().__init__(context)
         outputs: Pieces = {None: Piece(output_size, 0, output_size)}
-        self.matrix = context.make_matrix(
-            self, outputs, _even_piece(context, input_size, "input size")
-        )
+        inputs = _even_piece(context, input_size, "input size")
+        self.matrix = context.make_matrix(self, outputs, inputs)
         self.bias = make_parameter(context, (output_size,)) if bias else None
         self.sum = SumOverRanks(context.tp)
-
-    def finalize(self) -> None:
-        self.matrix.finalize()
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's inputs [T, in / ranks] -> the sum over ranks [T, out], whole on each."""

@@ -88,6 +88,7 @@ class WeightMatrix(ABC):
     def __init__(self, layer: Layer, outputs: Pieces, inputs: Piece) -> None:
         """`outputs` and `inputs` say which part of the checkpoint's W this rank holds."""
         self.kernels = layer.context.kernels
+        layer.matrices.append(self)
 
     def finalize(self) -> None:  # noqa: B027 - most formats store what was loaded
         """Called once, after the weights are loaded: the place to repack them for a kernel."""

@@ -14,12 +14,7 @@ class GatedMLP(nn.Module):
     """down(silu(gate) * up), with gate and up as one product."""
 
     def __init__(
-        self,
-        context: LayerContext,
-        hidden_size: int,
-        intermediate_size: int,
-        *,
-        bias: bool = False,
+        self, context: LayerContext, hidden_size: int, intermediate_size: int, *, bias: bool = False
     ) -> None:
         super().__init__()
         sizes = (intermediate_size, intermediate_size)

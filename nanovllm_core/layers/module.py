@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from nanovllm_core.layers.context import LayerContext
+    from nanovllm_core.layers.matrix import WeightMatrix
 
 _PINNED_BYTES = 16 << 20
 _pinned = local()
@@ -27,13 +28,15 @@ class ModelParameter(nn.Parameter):
 
     `shard_shapes` gives, for each shard that must be loaded exactly once, the shape of the
     checkpoint's tensor, before it is split over ranks. `dummy_mean` and `dummy_std` are the normal
-    distribution of its values where no checkpoint is loaded.
+    distribution of its values where no checkpoint is loaded. With a `stacked_shape` the checkpoint
+    may hold all shards of X.weight in one tensor of that shape, X_proj.
     """
 
     weight_loader: WeightLoader
     shard_shapes: Mapping[ShardId, tuple[int, ...]]
     dummy_mean: float
     dummy_std: float
+    stacked_shape: tuple[int, int, int] | None = None
 
 
 def make_parameter(
@@ -59,16 +62,11 @@ def make_parameter(
     if data is None:
         data = torch.empty(shape, dtype=context.dtype, device=context.device)
     parameter = ModelParameter(data, requires_grad=False)
-    parameter.weight_loader = weight_loader or load_whole
+    parameter.weight_loader = weight_loader or (lambda param, tensor, _: copy_weight(param, tensor))
     parameter.shard_shapes = shard_shapes or {None: shape}
     parameter.dummy_mean = dummy_mean
     parameter.dummy_std = dummy_std
     return parameter
-
-
-def load_whole(param: ModelParameter, tensor: Tensor, shard_id: ShardId) -> None:
-    """The loader of a parameter that every rank holds whole."""
-    copy_weight(param, tensor)
 
 
 def copy_weight(target: Tensor, source: Tensor) -> None:
@@ -103,12 +101,16 @@ class Layer(nn.Module):
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
         self.context = context
+        self.matrices: list[WeightMatrix] = []
 
     def finalize(self) -> None:
         """Called once, after the weights are loaded: the place to repack them for a kernel.
 
-        What a captured forward reads must be in its place when this returns.
+        By default by the layer's `matrices`, those that were made for it. What a captured forward
+        reads must be in its place when this returns.
         """
+        for matrix in self.matrices:
+            matrix.finalize()
 
     if TYPE_CHECKING:  # nn.Module's own is typed to return Any
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_core.errors import ArchitectureError, shown
-from nanovllm_core.layers.settings import positive_float, positive_int, true_or_false
+from nanovllm_core.layers.settings import nested, positive_float, positive_int, true_or_false, wrong
 
 _DEFAULT_THETA = 10_000.0
 _REMEDY = "use another checkpoint, or another plugin for its architecture"
@@ -50,8 +50,9 @@ class RopeConfig:
 
         Since 5 all is in `rope_parameters`; before, `rope_theta` stood beside `rope_scaling`, whose
         kind is called `type` or `rope_type`. Where both are there, `rope_scaling` counts.
-        `max_position` is the longest context that the settings allow: yarn stretches it beyond
-        `max_position_embeddings`. Raises ArchitectureError for kinds that are unknown or would be
+        `max_position` is the longest context that the settings allow: linear and yarn stretch it
+        beyond `max_position_embeddings`, to `factor` times `original_max_position_embeddings`, by
+        default the same length. Raises ArchitectureError for kinds that are unknown or would be
         wrong here, and for numbers that are.
         """
         rope = _rope_settings(config)
@@ -61,7 +62,7 @@ class RopeConfig:
                 f"which is not supported: all layers must rotate alike; {_REMEDY}"
             )
         kind = rope.get("rope_type", rope.get("type")) or "default"
-        if kind not in _FREQUENCIES:
+        if kind not in [*_FREQUENCIES]:  # it need not be hashable
             # Up to there dynamic frequencies are the default ones.
             dynamic = "state 'default' for sequences of at most max_position_embeddings"
             raise ArchitectureError(
@@ -86,10 +87,10 @@ def _rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
     A theta that this would drop for the default is refused: to use it would be to guess.
     """
-    scaling, parameters = config.get("rope_scaling"), config.get("rope_parameters")
+    scaling, parameters = nested(config, "rope_scaling"), nested(config, "rope_parameters")
     shared = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
-    rope = {**shared, **(scaling or parameters or {})}
-    dropped = parameters.get("rope_theta") if scaling and parameters else None
+    rope = {**shared, **(scaling or parameters)}
+    dropped = parameters.get("rope_theta") if scaling else None
     if rope["rope_theta"] is None and dropped not in (None, _DEFAULT_THETA):
         raise ArchitectureError(
             f"config.json: rope_scaling replaces rope_parameters, and has no rope_theta ("
@@ -101,11 +102,8 @@ def _rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 def _rotary_size(head_size: int, partial: float) -> int:
     size = int(head_size * partial)
     if size % 2 != 0 or not 0 < size <= head_size:
-        raise ArchitectureError(
-            f"config.json: the rotary size ({size} = head size {head_size} x partial_rotary_factor "
-            f"{partial}) must be even and between 2 and {head_size}; check the checkpoint's "
-            "config.json"
-        )
+        product = f"the rotary size (head size {head_size} x partial_rotary_factor {partial})"
+        raise wrong("config.json", product, f"even and between 2 and {head_size}", size)
     return size
 
 
@@ -121,27 +119,20 @@ def _stretched(
     # A yarn config without a factor means the ratio of the two lengths.
     factor = number("factor", plain.max_position / original if kind == "yarn" else None)
     scaled = replace(plain, kind=kind, factor=factor, original_max_position=original)
-    if kind == "linear":
-        return scaled
-    if kind == "yarn":
-        return _with_yarn(scaled, rope, number)
-    low, high = number("low_freq_factor"), number("high_freq_factor")
-    if low > high:
-        raise ArchitectureError(
-            f"{where}: low_freq_factor ({low}) must not be above high_freq_factor ({high}); "
-            "check the checkpoint's config.json"
-        )
-    return replace(scaled, low_freq_factor=low, high_freq_factor=high)
+    if kind == "llama3":
+        low, high = number("low_freq_factor"), number("high_freq_factor")
+        if low > high:
+            raise wrong(where, "low_freq_factor", f"at most high_freq_factor ({high})", low)
+        return replace(scaled, low_freq_factor=low, high_freq_factor=high)
+    scaled = replace(scaled, max_position=max(plain.max_position, int(original * factor)))
+    return _with_yarn(scaled, rope, number) if kind == "yarn" else scaled
 
 
 def _with_yarn(
     scaled: RopeConfig, rope: Mapping[str, Any], number: Callable[..., float]
 ) -> RopeConfig:
     if scaled.theta <= 1:
-        raise ArchitectureError(
-            f"config.json, yarn rope: rope_theta must be above 1, not {scaled.theta}; "
-            "check the checkpoint's config.json"
-        )
+        raise wrong("config.json, yarn rope", "rope_theta", "above 1", scaled.theta)
 
     def mscale(weight: float = 1.0) -> float:
         return 1.0 if scaled.factor <= 1 else 0.1 * weight * math.log(scaled.factor) + 1.0
@@ -158,7 +149,6 @@ def _with_yarn(
         beta_fast=number("beta_fast") if rope.get("beta_fast") else scaled.beta_fast,
         beta_slow=number("beta_slow") if rope.get("beta_slow") else scaled.beta_slow,
         truncate=true_or_false(rope, "truncate", default=True),
-        max_position=max(scaled.max_position, int(scaled.original_max_position * scaled.factor)),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nanovllm_core.errors import ArchitectureError, shown
@@ -19,11 +19,9 @@ def positive_int(
     Raises ArchitectureError, which names `where`, the key and the value: also where there is
     neither a value nor a default.
     """
-    value = settings.get(key)
-    if value is None:
-        value = default
+    value = default if (value := settings.get(key)) is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _wrong(where, key, "integer", value)
+        raise wrong(where, key, "a positive integer", value)
     return value
 
 
@@ -31,11 +29,9 @@ def positive_float(
     settings: Mapping[str, Any], key: str, default: float | None = None, *, where: str = FILE
 ) -> float:
     """A finite number above 0 of config.json, not NaN; otherwise as `positive_int`."""
-    value = settings.get(key)
-    if value is None:
-        value = default
+    value = default if (value := settings.get(key)) is None else value
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise _wrong(where, key, "number", value)
+        raise wrong(where, key, "a positive number", value)
     return float(value)
 
 
@@ -46,15 +42,28 @@ def true_or_false(settings: Mapping[str, Any], key: str, default: bool = False) 
     """
     value = settings.get(key, default)
     if value not in (None, True, False):
-        raise ArchitectureError(
-            f"{FILE}: {key} must be true or false, not {shown(value)}; "
-            "check the checkpoint's config.json"
-        )
+        raise wrong(FILE, key, "true or false", value)
     return bool(value)
 
 
-def _wrong(where: str, key: str, kind: str, value: Any) -> ArchitectureError:
+def nested(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Settings within config.json's; absent and null mean none, any other value is refused."""
+    value = settings.get(key)
+    if not isinstance(value, Mapping | None):
+        raise wrong(FILE, key, "a mapping of settings", value)
+    return value or {}
+
+
+def list_of(settings: Mapping[str, Any], key: str, kind: type) -> Sequence[Any]:
+    """A list of config.json whose entries are all int, or all str; otherwise as `nested`."""
+    value = settings.get(key)
+    if not isinstance(value, list | tuple | None) or {*map(type, value or ())} - {kind}:
+        raise wrong(FILE, key, f"a list of {kind.__name__}", value)
+    return value or ()
+
+
+def wrong(where: str, key: str, kind: str, value: Any) -> ArchitectureError:
+    """The error for a setting that is not what it must be."""
     return ArchitectureError(
-        f"{where}: {key} must be a positive {kind}, not {shown(value)}; "
-        "check the checkpoint's config.json"
+        f"{where}: {key} must be {kind}, not {shown(value)}; check the checkpoint's config.json"
     )

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from nanovllm_core.errors import PluginLoadError, describe_error
 from nanovllm_core.interfaces.attention import AttentionCapabilities, GraphSupport
+from nanovllm_core.interfaces.constraint import ConstraintSpec
 from nanovllm_core.interfaces.specs import (
     AttentionSpec,
     DeviceSpec,
@@ -139,7 +140,7 @@ def _problems(spec: PluginSpec | KindSpec, kind: Kind) -> Iterator[str]:
         return
     yield from _form_problems("impl", spec.impl)
     yield from _model_problems("options", spec.options)
-    if isinstance(spec, LogitsProcessorSpec):
+    if isinstance(spec, LogitsProcessorSpec | ConstraintSpec):
         yield from _model_problems("arguments", spec.arguments)
     if isinstance(spec, AttentionSpec):
         able: object = spec.capabilities

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -68,10 +68,10 @@ def load_weights(
     The caller calls `finalize_layers` afterwards.
     """
     folder = Path(checkpoint_dir)
-    slots, aliases = _slots(model, tied)
-    unwanted = {*aliases, *cast(CausalLM, model).ignored_weights}
     headers = _read_headers(_weight_files(folder))
     files = {name: file for file, header in headers.items() for name in header}
+    slots, aliases = _slots(model, tied, files)
+    unwanted = {*aliases, *cast(CausalLM, model).ignored_weights}
     for alias, first in aliases.items():
         if alias in files and first not in files:
             slots[alias] = slots.pop(first)
@@ -92,9 +92,8 @@ def load_weights(
 
         pool = ThreadPoolExecutor(_LOADERS)
         stack.callback(pool.shutdown, cancel_futures=True)
-        names = [name for header in headers.values() for name in header if name in slots]
         # As they lie in the files.
-        loads = [pool.submit(slots[name].load, partial(read, name)) for name in names]
+        loads = [pool.submit(slots[n].load, partial(read, n)) for n in files if n in slots]
         for done, load in enumerate(as_completed(loads), start=1):
             load.result()
             if progress is not None:
@@ -134,37 +133,30 @@ def init_dummy_weights(model: nn.Module, seed: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """The target of one tensor of the checkpoint: a shard, or several, one below the other."""
+    """The target of a tensor of this shape: a shard, or several, one below the other."""
 
     parameter: ModelParameter
+    shape: tuple[int, ...]
     shard_ids: tuple[ShardId, ...]
     lock: Lock
     """Of the parameter."""
     stream: torch.cuda.Stream | None
     """Of the thread that starts the worker, with its GPU; None of a CPU."""
 
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        return [self.parameter.shard_shapes[shard_id] for shard_id in self.shard_ids]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        first, *more = self.shapes
-        return (sum(shape[0] for shape in self.shapes), *first[1:]) if more else first
-
     @torch.inference_mode()
     def load(self, read: Callable[[], Tensor]) -> None:
         """Called by threads, but for one parameter by one at a time; `read` gives the tensor."""
         on_stream = nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
         with self.lock, on_stream:
-            tensor = read()
-            alone = len(self.shard_ids) == 1
-            parts = [tensor] if alone else tensor.split([shape[0] for shape in self.shapes])
-            for shard_id, part in zip(self.shard_ids, parts, strict=True):
-                self.parameter.weight_loader(self.parameter, part, shard_id)
+            shapes = [self.parameter.shard_shapes[one] for one in self.shard_ids]
+            parts = read().flatten().split([math.prod(shape) for shape in shapes])
+            for shard_id, part, shape in zip(self.shard_ids, parts, shapes, strict=True):
+                self.parameter.weight_loader(self.parameter, part.view(shape), shard_id)
 
 
-def _slots(model: nn.Module, tied: bool) -> tuple[dict[str, _Slot], dict[str, str]]:
+def _slots(
+    model: nn.Module, tied: bool, files: Container[str]
+) -> tuple[dict[str, _Slot], dict[str, str]]:
     """Every name a checkpoint must hold, and the further names of parameters that have several."""
     contract = cast(CausalLM, model)
     sources: _Sources = {}
@@ -189,9 +181,15 @@ def _slots(model: nn.Module, tied: bool) -> tuple[dict[str, _Slot], dict[str, st
     slots: dict[str, _Slot] = {}
     for name, parameter in parameters.items():
         checked = _checked(name, parameter)
-        own = _checkpoint_tensors(name, checked.shard_shapes, sources)
+        shapes = checked.shard_shapes
+        stack = f"{name.removesuffix('.weight')}_proj"
+        stacked = getattr(checked, "stacked_shape", None) if stack in files else None
+        own = {stack: tuple(shapes)} if stacked else _checkpoint_tensors(name, shapes, sources)
         shared = Lock(), torch.cuda.current_stream(checked.device) if checked.is_cuda else None
-        slots |= {source: _Slot(checked, shard_ids, *shared) for source, shard_ids in own.items()}
+        for source, shard_ids in own.items():
+            first, *more = (shapes[one] for one in shard_ids)
+            rows = (first[0] + sum(one[0] for one in more), *first[1:]) if more else first
+            slots[source] = _Slot(checked, stacked or rows, shard_ids, *shared)
     return slots, aliases
 
 
@@ -309,7 +307,7 @@ def _scale_shapes(
         )
         for header in headers.values()
         for name, (shape, dtype) in header.items()
-        if dtype == _FLOAT8 and name in shapes
+        if dtype == _FLOAT8 and name in shapes and len(shape) < 3
     }
 
 
@@ -347,10 +345,15 @@ def _check(
                 kind = "of a dtype that is not supported (quantised checkpoints are not)"
                 problems[kind].append(f"{name} (in {file.name}: {dtype})")
     reasons = [f"{len(names)} {kind}: {_some(names)}" for kind, names in problems.items() if names]
+    remedy = "Check that config.json belongs to these weights, or download the checkpoint again"
+    if any(name.startswith("model.language_model.") and name not in shapes for name in files):
+        remedy = (
+            "model.language_model.* is how transformers 5 names the text model of a larger one: "
+            "save it there with save_original_format=True, or use one of the text model alone"
+        )
     if reasons:
         raise WeightsError(
-            f"the weights in {folder} do not fit the model: {'; '.join(reasons)}. Check that "
-            "config.json belongs to these weights, or download the checkpoint again"
+            f"the weights in {folder} do not fit the model: {'; '.join(reasons)}. {remedy}"
         )
 
 

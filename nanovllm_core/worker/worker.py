@@ -22,6 +22,7 @@ from nanovllm_core.errors import (
     ModelOutputError,
     NanoVLLMError,
     OutOfMemoryError,
+    PluginLoadError,
 )
 from nanovllm_core.interfaces.executor import WorkerSetup
 from nanovllm_core.interfaces.kernels import CompilingKernels, KernelSet
@@ -280,11 +281,12 @@ def _memory_for(device: torch.device, what: str, remedy: str) -> Iterator[None]:
     """Say what there was no room for, and what helps."""
     try:
         yield
-    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-        full = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if not full and "DefaultCPUAllocator" not in str(error):
+    except (RuntimeError, MemoryError, PluginLoadError) as error:
+        cause = error.__cause__ or error  # `make_plugin` wraps what a plugin's code raises
+        full = isinstance(cause, torch.OutOfMemoryError | MemoryError)
+        if not full and "DefaultCPUAllocator" not in str(cause):
             raise
-        raise OutOfMemoryError(f"no room on {device} for {what}: {error}; {remedy}") from error
+        raise OutOfMemoryError(f"no room on {device} for {what}: {cause}; {remedy}") from error
 
 
 def _steps_and_remedy(setup: WorkerSetup) -> tuple[str, str]:

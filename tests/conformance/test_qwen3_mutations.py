@@ -279,12 +279,13 @@ MUTATIONS = [
     own(
         "a sliding window is ignored",
         HONOURED,
-        ('refuse_unless(config, use_sliding_window=False, layer_types="full_attention")', "pass"),
+        ('refuse_unless(config, layer_types="full_attention")', "pass"),
+        ("refuse_unless(config, use_sliding_window=False)", "pass"),
     ),
     config(
         "a quantised checkpoint is taken for a plain one",
         REFUSED,
-        ('if quantization := config.get("quantization_config"):', "if quantization := None:"),
+        ('if quantization := nested(config, "quantization_config"):', "if quantization := None:"),
     ),
     config(
         "the width of heads is always hidden_size / heads",

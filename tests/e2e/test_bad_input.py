@@ -92,8 +92,13 @@ BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], Path], type[NanoVLLMError], st
         ArchitectureError,
         r"config\.json, linear rope: factor must be a positive number, not 'x'; check",
     ),
-    "a setting that no code expects": (
+    "settings that are no mapping": (
         changed_config(rope_parameters="linear"),
+        ArchitectureError,
+        r"config\.json: rope_parameters must be a mapping of settings, not 'linear'; check the",
+    ),
+    "a setting that no code expects": (
+        changed_config(rms_norm_eps=10**400),
         ArchitectureError,
         r"config\.json cannot be read by model 'Qwen3ForCausalLM' \(nanovllm-.*; correct",
     ),
@@ -235,6 +240,13 @@ def test_a_bad_setting_is_refused_before_weights_are_read(case: str, tmp_path: P
     changes, error, message = BAD_SETTINGS[case]
     with pytest.raises(error, match=message):
         open_tiny(write_config(tmp_path), **changes)
+
+
+def test_a_model_larger_than_the_memory_names_the_bytes_and_what_helps(tmp_path: Path) -> None:
+    """Torch has another error for it on a CPU, in the midst of the plugin's code."""
+    folder = write_config(tmp_path, vocab_size=10**12)
+    with pytest.raises(OutOfMemoryError, match=r"cpu for the model: .* \d+ bytes.*; .*smaller"):
+        open_tiny(folder, load_format="dummy")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

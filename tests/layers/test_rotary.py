@@ -122,13 +122,25 @@ def test_a_rope_config_is_hashable() -> None:
     assert len(set(configs)) == 1
 
 
-def test_yarn_stretches_the_longest_context() -> None:
-    """To the original length times the factor, where that is more than the config's own limit."""
-    plain = RopeConfig.from_config({**SIZES, "rope_parameters": None}, HEAD_SIZE)
-    assert plain.max_position == 256
+def test_linear_and_yarn_stretch_the_longest_context() -> None:
+    """To the original length times the factor, where that is more than the config's own limit.
+
+    Vicuna states the length before the stretching and no original one, DeepSeek-Coder that behind.
+    """
+
+    def longest(**rope: Any) -> int:
+        return RopeConfig.from_config({**SIZES, "rope_parameters": rope}, HEAD_SIZE).max_position
+
+    assert longest() == 256
+    for kind in ("linear", "yarn"):
+        assert longest(rope_type=kind, factor=4.0) == 1024
+        assert longest(rope_type=kind, factor=0.5) == 256
+        for factor, expected in ((4.0, 256), (8.0, 512)):
+            original = {"original_max_position_embeddings": 64}
+            assert longest(rope_type=kind, factor=factor, **original) == expected
+    assert longest(**LLAMA3) == 256
     longer = {**YARN, "factor": 8.0}
     stretched = RopeConfig.from_config({**SIZES, "rope_parameters": longer}, HEAD_SIZE)
-    assert stretched.max_position == 512
     assert math.isclose(stretched.attention_factor, 0.1 * math.log(8.0) + 1.0)
 
 
@@ -175,7 +187,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "llama3 rope: high_freq_factor must be a positive number, not None": {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
     },
-    r"low_freq_factor \(4.0\) must not be above high_freq_factor \(1.0\)": {
+    r"low_freq_factor must be at most high_freq_factor \(1.0\), not 4.0": {
         **LLAMA3, "low_freq_factor": 4.0, "high_freq_factor": 1.0,
     },
     "yarn rope: rope_theta must be above 1, not 1.0": {**YARN, "rope_theta": 1},

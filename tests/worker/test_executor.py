@@ -109,6 +109,10 @@ def test_too_few_blocks_are_refused_before_weights_are_read(tmp_path: Path) -> N
     [
         ("nanovllm_core.worker.worker.load_model", "the model: full; .*smaller model"),
         (
+            "nanovllm_model_qwen3.model.Qwen3ForCausalLM.__init__",
+            "the model: full; .*smaller model",
+        ),
+        (
             "nanovllm_attention_sdpa.backend.SdpaAttention.allocate",
             r"steps: full; lower limits.max_num_seqs \(5\)",
         ),
@@ -118,13 +122,16 @@ def test_too_few_blocks_are_refused_before_weights_are_read(tmp_path: Path) -> N
         ),
     ],
 )
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("full"), MemoryError("full")], ids=["torch", "python"]
+)
 def test_a_start_says_for_what_there_was_no_room_and_what_helps(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, fails: str, said: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fails: str, said: str, error: Exception
 ) -> None:
     """A neighbour may hold the rest of the GPU; torch's own error names neither."""
 
     def full(*arguments: Any, **named: Any) -> None:
-        raise torch.OutOfMemoryError("full")
+        raise error
 
     monkeypatch.setattr(fails, full)
     executor, setup = prepare(folder)

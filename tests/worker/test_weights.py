@@ -19,6 +19,7 @@ from nanovllm_core.errors import PluginLoadError, WeightsError
 from nanovllm_core.interfaces.kernels import Routing
 from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.layers import (
+    Experts,
     LayerContext,
     MergedColumnParallelLinear,
     ModelParameter,
@@ -28,6 +29,7 @@ from nanovllm_core.layers import (
     SingleRank,
     SparseMLP,
     VocabParallelEmbedding,
+    expert_modules,
 )
 from nanovllm_core.layers.module import ShardId
 from nanovllm_core.worker.weights import INDEX_NAME, init_dummy_weights, load_weights
@@ -423,6 +425,7 @@ def test_a_shard_without_a_source_is_the_plugins_fault(tmp_path: Path) -> None:
     """`packed_modules` must name every shard."""
     model = TinyModel()
     model.packed_modules = {"q_proj": ("qkv_proj", "q")}
+    save(tmp_path, checkpoint())
     with pytest.raises(
         PluginLoadError, match=r"names the shards \['q'\] of qkv_proj\.weight.*model\.md"
     ):
@@ -470,6 +473,7 @@ def test_a_tensor_of_shards_that_are_not_there_is_the_plugins_fault(
 ) -> None:
     """Too few, unknown, or twice: with what was named, also where the tensor has our own name."""
     model = TinyModel()
+    save(tmp_path, checkpoint())
     for name in ("wqkv", "qkv_proj"):
         model.packed_modules = {
             "up_and_gate": FUSED["up_and_gate"],
@@ -484,8 +488,84 @@ def test_a_tensor_of_shards_that_are_not_there_is_the_plugins_fault(
 def test_what_is_no_pair_of_module_and_shards_is_the_plugins_fault(tmp_path: Path) -> None:
     model = TinyModel()
     model.packed_modules = {"gate_proj": ("gate_up_proj", 0, 1)}  # type: ignore[dict-item]
+    save(tmp_path, checkpoint())
     with pytest.raises(PluginLoadError, match=r"\['gate_proj'\] of TinyModel is .* must be a pair"):
         load_weights(model, tmp_path, tied=False)
+
+
+class Mixture(nn.Module):
+    """Experts as a model holds them; their hidden size is 8, their width 6."""
+
+    ignored_weights: Sequence[str] = ()
+    weight_block_size = (2, 2)
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.packed_modules = expert_modules(num_experts)
+        context = LayerContext(CPU, torch.float32, SingleRank(), TorchKernels())
+        self.experts = Experts(context, num_experts, 8, 6)
+
+
+def expert_stacks(num_experts: int) -> dict[str, Tensor]:
+    return {
+        "experts.gate_up_proj": torch.randn(num_experts, 12, 8),
+        "experts.down_proj": torch.randn(num_experts, 8, 6),
+    }
+
+
+@pytest.mark.parametrize("num_experts", [1, 3])
+def test_experts_may_be_stacked_in_the_checkpoint(num_experts: int, tmp_path: Path) -> None:
+    """As transformers 5 saves them with save_original_format=False; or each in its own tensors."""
+    stacks = expert_stacks(num_experts)
+    single = {}
+    for expert in range(num_experts):
+        gate, up = stacks["experts.gate_up_proj"][expert].chunk(2)
+        matrices = {"gate": gate, "up": up, "down": stacks["experts.down_proj"][expert]}
+        single |= {f"experts.{expert}.{name}_proj.weight": one for name, one in matrices.items()}
+    mixed = {"experts.down_proj": stacks["experts.down_proj"]}
+    mixed |= {name: one for name, one in single.items() if "down" not in name}
+    for tensors in (stacks, single, mixed):
+        save(tmp_path, {name: one.contiguous() for name, one in tensors.items()})
+        model = Mixture(num_experts)
+        load_weights(model, tmp_path, tied=False)
+        assert torch.equal(model.experts.gate_up.tensor, stacks["experts.gate_up_proj"])
+        assert torch.equal(model.experts.down.tensor, stacks["experts.down_proj"])
+
+
+WRONG_STACKS: dict[str, tuple[dict[str, Tensor], str]] = {
+    "transposed": (
+        {"experts.gate_up_proj": torch.zeros(3, 8, 12)},
+        r"1 of the wrong shape: experts\.gate_up_proj .*\[3, 8, 12\], .* wants \[3, 12, 8\]",
+    ),
+    "of fewer experts": (
+        {"experts.down_proj": torch.zeros(2, 12, 6)},
+        r"1 of the wrong shape: experts\.down_proj .* wants \[3, 8, 6\]",
+    ),
+    "beside single experts": (
+        {"experts.0.up_proj.weight": torch.zeros(6, 8)},
+        r"1 unexpected: experts\.0\.up_proj\.weight",
+    ),
+    "quantised": (
+        {"experts.down_proj": torch.zeros(3, 8, 6).to(torch.float8_e4m3fn)},
+        r"1 of a dtype that is not supported .*: experts\.down_proj .*F8_E4M3\)\. Check",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_STACKS)
+def test_wrong_stacks_of_experts_are_named(case: str, tmp_path: Path) -> None:
+    changes, message = WRONG_STACKS[case]
+    save(tmp_path, {**expert_stacks(3), **changes})
+    with pytest.raises(WeightsError, match=message):
+        load_weights(Mixture(3), tmp_path, tied=False)
+
+
+def test_names_within_a_larger_model_of_transformers_5_say_how_to_save_it(tmp_path: Path) -> None:
+    """It writes them with save_original_format=False."""
+    save(tmp_path, {f"model.language_model.{name}": one for name, one in checkpoint().items()})
+    said = r"unexpected: model\.language_model\..* save it there with save_original_format=True, or"
+    with pytest.raises(WeightsError, match=said):
+        load_weights(TinyModel(), tmp_path, tied=False)
 
 
 def test_a_shared_parameter_must_be_declared_tied(tmp_path: Path) -> None:

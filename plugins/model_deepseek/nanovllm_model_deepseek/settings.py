@@ -14,6 +14,7 @@ from nanovllm_core.api import ArchitectureError, Routing
 from nanovllm_core.layers import (
     LatentConfig,
     RopeConfig,
+    nested,
     positive_float,
     positive_int,
     refuse_unless,
@@ -54,7 +55,7 @@ def _score_scale(config: Mapping[str, Any], rope: RopeConfig, key_size: int) -> 
     yarn (arXiv:2309.00071, 3.4) multiplies q and k by mscale = 0.1 ln(factor) + 1. DeepSeek leaves
     the part of mscale that `mscale_all_dim` states to the scores, where it counts twice.
     """
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    scaling = nested(config, "rope_scaling") or nested(config, "rope_parameters")
     if rope.kind == "default" or rope.factor <= 1 or not scaling.get("mscale_all_dim"):
         return 1.0 / math.sqrt(key_size)
     weight = positive_float(scaling, "mscale_all_dim", where="config.json, rope")
@@ -196,7 +197,7 @@ def read_block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
     DeepSeek-V3 is published in this form, with blocks of 128 x 128. Its activations are not
     quantised here.
     """
-    quantization = config.get("quantization_config") or {}
+    quantization = nested(config, "quantization_config")
     size = quantization.get("weight_block_size")
     if quantization.get("quant_method") != "fp8" or quantization.get("fmt", "e4m3") != "e4m3":
         return None

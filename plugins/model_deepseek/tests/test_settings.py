@@ -207,6 +207,10 @@ WRONG: dict[str, tuple[Any, dict[str, Any]]] = {
         DeepseekV2ForCausalLM,
         {"topk_method": "noaux_tc"},
     ),
+    "quantization_config must be a mapping": (
+        DeepseekV3ForCausalLM,
+        {"quantization_config": "fp8"},
+    ),
     "norm_topk_prob True is not supported": (DeepseekV2ForCausalLM, {"norm_topk_prob": True}),
     "scoring_func 'softmax' is not supported": (DeepseekV3ForCausalLM, {"scoring_func": "softmax"}),
     "n_group \\(7\\) must divide n_routed_experts \\(256\\)": (

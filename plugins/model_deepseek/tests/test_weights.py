@@ -128,6 +128,18 @@ def test_experts_of_no_number_that_the_checkpoint_holds_are_left_out(
         weights_of(reference, config)
 
 
+def test_stacks_of_experts_are_loaded_as_transformers_saves_them(
+    reference: ReferenceCheckpoint,
+) -> None:
+    """With save_original_format=False; shared experts, which lie behind the others, stay as is."""
+    expected = weights_of(reference, reference.config)
+    model = transformers.DeepseekV3ForCausalLM.from_pretrained(reference.folder)
+    model.save_pretrained(reference.folder, save_original_format=False)
+    assert "model.layers.4.mlp.experts.gate_up_proj" in reference.tensors()
+    actual = weights_of(reference, reference.config)
+    assert all(torch.equal(actual[name], weight) for name, weight in expected.items())
+
+
 def test_layers_behind_the_last_are_left_out(reference: ReferenceCheckpoint) -> None:
     """As many as num_nextn_predict_layers says; one more is an error, as any unknown weight."""
     expected = weights_of(reference, reference.config)

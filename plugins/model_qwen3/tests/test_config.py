@@ -67,7 +67,13 @@ def test_yarn_lengthens_the_context() -> None:
 
 REFUSED: dict[str, dict[str, Any]] = {
     "hidden_act 'gelu'": {"hidden_act": "gelu"},
-    "use_sliding_window": {"use_sliding_window": True},
+    "use_sliding_window True": {"use_sliding_window": True, "max_window_layers": 27},
+    "use_sliding_window True is not": {"use_sliding_window": True, "max_window_layers": 0},
+    "use_sliding_window must be true or false": {"use_sliding_window": "yes"},
+    "max_window_layers must be a positive integer, not '28'": {
+        "use_sliding_window": True,
+        "max_window_layers": "28",
+    },
     "layer_types.*sliding_attention": {"layer_types": ["full_attention", "sliding_attention"]},
     "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
     "quantised \\(fp8\\)": {"quantization_config": {"quant_method": "fp8"}},
@@ -78,6 +84,11 @@ REFUSED: dict[str, dict[str, Any]] = {
     "max_position_embeddings": {"max_position_embeddings": None},
     "partial_rotary_factor": {"partial_rotary_factor": 0.5},
     "is_causal False": {"is_causal": False},
+    "layer_types must be a list of str, not 'full_attention'": {"layer_types": "full_attention"},
+    "quantization_config must be a mapping of settings, not 'fp8'": {"quantization_config": "fp8"},
+    "rope_scaling must be a mapping of settings, not \\['yarn'\\]": {"rope_scaling": ["yarn"]},
+    "rope_parameters must be a mapping of settings, not 'linear'": {"rope_parameters": "linear"},
+    "rope_type \\['yarn'\\] is not supported": {"rope_scaling": {"rope_type": ["yarn"]}},
 }
 
 
@@ -92,6 +103,24 @@ def test_settings_that_say_full_attention_are_fine() -> None:
     """As transformers 5 writes them."""
     settings = {"use_sliding_window": False, "layer_types": ["full_attention"] * 28}
     assert Qwen3ForCausalLM.shape({**CONFIG, **settings}).num_layers == 28
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_window_layers": 28},
+        {"max_window_layers": 70, "sliding_window": 5},
+        {"max_window_layers": 0, "sliding_window": None},
+        {"max_window_layers": 0, "layer_types": ["full_attention"] * 28},
+        {},
+    ],
+    ids=str,
+)
+def test_a_window_that_no_layer_has_is_no_window(settings: dict[str, Any]) -> None:
+    """As in transformers: all layers are in front of those that slide."""
+    config = {**CONFIG, "use_sliding_window": True, **settings}
+    assert "sliding_attention" not in (transformers.Qwen3Config(**config).layer_types or ())
+    assert Qwen3ForCausalLM.shape(config) == Qwen3ForCausalLM.shape(CONFIG)
 
 
 def test_the_entry_point_gives_the_spec_without_importing_torch() -> None:

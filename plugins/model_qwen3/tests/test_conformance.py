@@ -17,10 +17,16 @@ class TestQwen3(ModelConformance):
         "attention biases": {"attention_bias": True},
         "one KV head": {"num_key_value_heads": 1},
         "wide heads": {"head_dim": 48},
+        "a window that no layer has": {"use_sliding_window": True, "sliding_window": 5},
     }
     rope_kinds = frozenset({"default", "linear", "yarn", "llama3"})
     refused: ClassVar = {
-        "a sliding window": {"use_sliding_window": True},
+        "a sliding window": {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 0,
+            "layer_types": None,
+        },
         "windowed layers": {"layer_types": ["full_attention", "sliding_attention"]},
     }
 

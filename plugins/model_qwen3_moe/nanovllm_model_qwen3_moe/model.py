@@ -18,6 +18,7 @@ from nanovllm_core.layers import (
     LayerContext,
     SparseMLP,
     expert_modules,
+    list_of,
     positive_int,
     refuse_unless,
     true_or_false,
@@ -89,4 +90,4 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
     def is_sparse(config: Mapping[str, Any], layer: int) -> bool:
         """Whether a layer, from 0, has experts: every so many do, but for some that are named."""
         step = positive_int(config, "decoder_sparse_step", default=1)
-        return (layer + 1) % step == 0 and layer not in (config.get("mlp_only_layers") or ())
+        return layer not in list_of(config, "mlp_only_layers", int) and (layer + 1) % step == 0

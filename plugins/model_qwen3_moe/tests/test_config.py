@@ -81,6 +81,11 @@ REFUSED: dict[str, dict[str, Any]] = {
     "num_experts_per_tok must be a positive integer, not 0": {"num_experts_per_tok": 0},
     "moe_intermediate_size must be a positive integer, not '9'": {"moe_intermediate_size": "9"},
     "decoder_sparse_step must be a positive integer, not 0": {"decoder_sparse_step": 0},
+    "mlp_only_layers must be a list of int, not '1'": {
+        "mlp_only_layers": "1",
+        "decoder_sparse_step": 2,
+    },
+    "mlp_only_layers must be a list of int, not \\['1'\\]": {"mlp_only_layers": ["1"]},
     "norm_topk_prob must be true or false, not 'false'": {"norm_topk_prob": "false"},
     "attention_bias must be true or false, not \\[\\]": {"attention_bias": []},
 }

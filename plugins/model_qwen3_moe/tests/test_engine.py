@@ -67,6 +67,15 @@ def test_the_engine_writes_the_tokens_of_transformers(checkpoint: Path) -> None:
     assert write(checkpoint) == expected
 
 
+def test_stacks_of_experts_are_loaded_as_transformers_saves_them(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """With save_original_format=False; the dense layer stays as it is."""
+    model = Reference.from_pretrained(checkpoint, dtype=torch.float32)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    assert write(tmp_path) == write(checkpoint)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_several_ranks_write_the_tokens_of_one(checkpoint: Path, size: int) -> None:

@@ -164,7 +164,7 @@ def test_a_body_that_is_no_json_object_is_400(content: bytes, kind: str, server_
 
 def test_a_template_that_refuses_is_400(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     template = "{{ raise_exception('roles must alternate') }}"
-    monkeypatch.setattr(llm.tokenizer, "_template", template)
+    monkeypatch.setattr(llm.tokenizer, "_templates", {"default": template})
     answer = TestClient(make_app(llm, ServerSettings())).post(
         "/v1/chat/completions", json=LEAST[ChatBody]
     )

@@ -15,6 +15,8 @@ from nanovllm_core.api import ArchitectureError, AttentionShape, ModelShape
 from nanovllm_core.layers import (
     RopeConfig,
     heads_per_rank,
+    list_of,
+    nested,
     positive_float,
     positive_int,
     refuse_unless,
@@ -125,7 +127,7 @@ def _read(
     logits_cap: float | None,
 ) -> GemmaConfig:
     refuse_unless(config, hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
-    if quantization := config.get("quantization_config"):
+    if quantization := nested(config, "quantization_config"):
         raise ArchitectureError(
             f"the checkpoint is quantised ({quantization.get('quant_method', 'unknown')}), which "
             "is not supported; use the one in bfloat16"
@@ -133,7 +135,8 @@ def _read(
     num_heads = positive_int(config, "num_attention_heads")
     num_kv_heads = positive_int(config, "num_key_value_heads", _KV_HEADS)
     heads_per_rank(num_heads, num_kv_heads, tp_size=1)  # refuses what no rank could share out
-    longest = max(rope.max_position for rope in ropes.values())
+    stated = positive_int(config, "max_position_embeddings")  # a linear factor is in it already
+    longest = max([stated, *(one.max_position for one in ropes.values() if one.kind != "linear")])
     num_layers = positive_int(config, "num_hidden_layers")
     kinds = _layer_types(config, num_layers, pattern)
     window = None
@@ -172,13 +175,13 @@ def _cap(config: Mapping[str, Any], key: str, default: float | None) -> float | 
 
 def _layer_types(config: Mapping[str, Any], num_layers: int, pattern: int) -> tuple[str, ...]:
     """What each layer is: `layer_types`, else every `pattern`-th layer sees everything."""
-    kinds = config.get("layer_types")
-    if kinds is None:
+    kinds = list_of(config, "layer_types", str)
+    if config.get("layer_types") is None:
         return tuple(SLIDING if (i + 1) % pattern else FULL for i in range(num_layers))
     if len(kinds) != num_layers or not {SLIDING, FULL} >= set(kinds):
         raise ArchitectureError(
             f"config.json: layer_types must say {SLIDING} or {FULL} for each of the {num_layers} "
-            f"layers, not {len(kinds)} times {', '.join(sorted(set(map(str, kinds))))}; "
+            f"layers, not {len(kinds)} times {', '.join(sorted(set(kinds)))}; "
             "check the checkpoint's config.json"
         )
     return tuple(kinds)
@@ -190,14 +193,14 @@ def _gemma3_ropes(config: Mapping[str, Any]) -> dict[str, RopeConfig]:
     Before, `rope_theta` and `rope_scaling` were those of the full layers and
     `rope_local_base_freq` the theta of the others. `rope_scaling` still counts for the full ones.
     """
-    given = config.get("rope_parameters") or {}
+    given = nested(config, "rope_parameters")
     if flat := sorted(given.keys() - {SLIDING, FULL}):
         raise ArchitectureError(
             f"config.json: Gemma 3's rope_parameters are stated for {SLIDING} and {FULL} each, and "
             f"{', '.join(flat)} for neither; move them into one of the two"
         )
-    local, whole = ({**(given.get(kind) or {})} for kind in (SLIDING, FULL))
-    whole |= config.get("rope_scaling") or {}
+    local, whole = ({**nested(given, kind)} for kind in (SLIDING, FULL))
+    whole |= nested(config, "rope_scaling")
     _set_theta(local, config.get("rope_local_base_freq"), _LOCAL_THETA)
     _set_theta(whole, config.get("rope_theta"), _GLOBAL_THETA)
     longest = {"max_position_embeddings": config.get("max_position_embeddings")}

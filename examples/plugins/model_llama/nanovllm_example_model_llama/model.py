@@ -13,6 +13,7 @@ from typing import Any
 from nanovllm_core.layers import (
     DecoderConfig,
     DecoderForCausalLM,
+    list_of,
     refuse_unless,
     true_or_false,
 )
@@ -43,7 +44,7 @@ class MistralForCausalLM(LlamaForCausalLM):
     @classmethod
     def read_config(cls, config: Mapping[str, Any]) -> DecoderConfig:
         config = {**_MISTRAL, **config}
-        window, kinds = config["sliding_window"], set(config.get("layer_types") or ())
+        window, kinds = config["sliding_window"], set(list_of(config, "layer_types", str))
         slides = kinds <= {"sliding_attention"}
         if not slides or window is None:
             refuse_unless(config, layer_types="full_attention")

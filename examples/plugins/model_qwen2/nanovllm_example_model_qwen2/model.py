@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_core.api import ArchitectureError
-from nanovllm_core.layers import DecoderConfig, DecoderForCausalLM, true_or_false
+from nanovllm_core.layers import DecoderConfig, DecoderForCausalLM, list_of, true_or_false
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _WINDOW, _FIRST_SLIDING_LAYER = 4096, 28
@@ -54,7 +54,7 @@ def _layer_kinds(config: Mapping[str, Any], settings: DecoderConfig) -> set[str]
     Else the layers from `max_window_layers` on slide, if there is a window.
     """
     if config.get("layer_types") is not None:
-        return set(config["layer_types"])
+        return set(list_of(config, "layer_types", str))
     slides = settings.sliding_window is not None
     first = config.get("max_window_layers", _FIRST_SLIDING_LAYER)
     layers = range(settings.num_hidden_layers)

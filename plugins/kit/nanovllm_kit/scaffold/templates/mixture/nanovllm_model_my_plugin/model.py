@@ -12,6 +12,7 @@ from nanovllm_core.layers import (
     LayerContext,
     SparseMLP,
     expert_modules,
+    list_of,
     positive_int,
     refuse_unless,
 )
@@ -45,7 +46,7 @@ class MyPluginForCausalLM(DecoderForCausalLM):
         cls, config: Mapping[str, Any], settings: DecoderConfig, context: LayerContext, layer: int
     ) -> nn.Module:
         """Experts, or the dense MLP in the layers that `mlp_only_layers` names."""
-        if layer in (config.get("mlp_only_layers") or ()):
+        if layer in list_of(config, "mlp_only_layers", int):
             return super().make_mlp(config, settings, context, layer)
         return SparseMLP(
             context,
