@@ -61,6 +61,23 @@ def kernel(x_ptr, out_ptr, COUNT: tl.constexpr):
         x = shifted(x, step)
     tl.store(out_ptr + at, x + tl.sum(x, 0))
 
+@triton.jit
+def mixed_kernel(x_ptr, ints_ptr, floats_ptr, halves_ptr):
+    rows, columns = tl.arange(0, 4), tl.arange(0, 8)
+    at = rows[:, None] * 8 + columns[None, :]
+    x = tl.load(x_ptr + at, mask=(rows < 3)[:, None] & (columns != 5), other=-1)
+    sorted_x = tl.sort(x * 3 % 7)
+    wide = 2 - x.to(tl.int64) * 2**20 * 2**20
+    tl.store(ints_ptr + at, wide + sorted_x + tl.xor_sum(x, 1)[:, None] + (x > 3) + True)
+    x = x.to(tl.float32)
+    tl.store(floats_ptr + at, 1 / (x + 0.3) + tl.where(x > rows[:, None], x / 3, -float("inf")))
+    half = x.to(tl.float16)
+    tl.store(halves_ptr + at, (half + half * 3) / 7 + half[:, :] * tl.sum(half, 1)[:, None])
+
+@triton.jit
+def unlike_kernel(x_ptr):
+    tl.store(x_ptr + tl.arange(0, 8), tl.arange(0, 8) + tl.arange(0, 4))
+
 searches = []
 search = inspect.getmembers
 inspect.getmembers = lambda *one: searches.append(1) or search(*one)
@@ -70,6 +87,14 @@ for _ in range(2):
     out = torch.zeros_like(x)
     kernel[(2,)](x, out, 5)
     print(out.tolist())
+mixed = torch.arange(32, dtype=torch.int32) * 77 % 31 - 9
+outs = [torch.zeros(32, dtype=dtype) for dtype in (torch.int64, torch.float32, torch.float16)]
+mixed_kernel[(1,)](mixed, *outs)
+print([out.tolist() for out in outs])
+try:
+    unlike_kernel[(1,)](mixed)
+except Exception as error:
+    print(error)
 print(tl.core.is_builtin(tl.load), len(searches))
 """
 
@@ -78,7 +103,9 @@ print(tl.core.is_builtin(tl.load), len(searches))
 def test_a_quickened_interpreter_computes_the_same_and_searches_once_per_launch(
     tmp_path: Path,
 ) -> None:
-    """Sums that overflow and device functions included; the language is whole again afterwards."""
+    """Sums that overflow, device functions, types beside each other and shapes that do not fit
+    included; the language is whole again afterwards.
+    """
     (tmp_path / "sums.py").write_text(SUMS)  # Triton reads a kernel's source from its file.
     start = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n" + IMPORT
     plain, quick = (
@@ -87,7 +114,10 @@ def test_a_quickened_interpreter_computes_the_same_and_searches_once_per_launch(
     )
     *results, after = quick
     assert results == plain[:-1]
-    assert len(set(results)) == 1
+    first, second, mixed, refused = results
+    assert first == second
+    assert "-inf" in mixed
+    assert "incompatible dimensions" in refused
     *_, searches = after.split()
     assert after.startswith("True")
     assert 0 < int(searches) <= int(plain[-1].split()[1]) // 5
