@@ -108,10 +108,11 @@ format: $(DEV_ENV)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-# What runs whole plugins, suites on copies with planted bugs, and environments made for the purpose:
-# without coverage, which would make it half as long again and measure the core by its guests.
-UNCOVERED := plugins examples/plugins tests/conformance tests/examples tests/scaffold \
-	tests/test_docs_code.py tests/test_packaging.py tests/test_tutorials.py
+# What runs whole engines, kernels and plugins, suites on copies with planted bugs, and environments made
+# for the purpose: without coverage, which makes it half as long again and measures the core by its guests.
+UNCOVERED := plugins examples/plugins $(addprefix tests/,\
+	benchmarks conformance e2e examples kernels mutants scaffold worker \
+	test_docs.py test_docs_code.py test_packaging.py test_readme.py test_site.py test_tutorials.py)
 
 # Coverage is judged before the summary is lost to view: pytest's exit status, then two thresholds.
 unit: $(DEV_ENV)

@@ -12,12 +12,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
+from nanovllm_core.config.settings import SamplerSettings
 from nanovllm_core.config.sources import load_with_sources
 from nanovllm_core.diagnostics.explain import VIEWS, Seam, explain
-from nanovllm_core.errors import CheckpointNotFoundError, ConfigError, NanoVLLMError
+from nanovllm_core.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    NanoVLLMError,
+    UnsupportedError,
+)
 from nanovllm_core.interfaces.specs import ResolvedPlugin
 from nanovllm_core.registry.kinds import KINDS
-from nanovllm_core.selection.decisions import SEQUENCE, Decisions
+from nanovllm_core.registry.manager import get_plugin_manager
+from nanovllm_core.selection.decisions import SEQUENCE, Decisions, select_sampler
 from nanovllm_core.selection.startup import Startup, start
 
 from .e2e.tiny import write_config
@@ -39,6 +46,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, change in {
         "strange": {"architectures": ["StrangeForCausalLM"]},
         "shapeless": {"num_attention_heads": None},
+        "nameless": {"architectures": []},
     }.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(right | change))
@@ -71,7 +79,7 @@ CHOICES: dict[str, list[Any]] = {
 }  # fmt: skip
 """By field, the values to draw; the first is right everywhere, as are several of the others."""
 
-MODELS = ["right", "right", "right", "warm", "strange", "shapeless", "hot", "none"]
+MODELS = ["right", "right", "right", "warm", "strange", "shapeless", "nameless", "hot", "none"]
 
 
 @st.composite
@@ -105,9 +113,10 @@ def chosen_by(startup: Startup, model: Path) -> dict[str, str]:
     }
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(model=st.sampled_from(MODELS), changes=drawn_changes())
 @example(model="right", changes={})
+@example(model="nameless", changes={})
 @example(model="right", changes={"device": "cuda", "scheduler": "nosuch"})
 @example(  # the length that fits is shown by the blocks of an attention that is not there
     model="right",
@@ -164,6 +173,18 @@ def test_a_decision_asks_for_no_more_than_it_needs(folders: Path) -> None:
     assert decisions.named("scheduler") is decisions.named("scheduler")
     with pytest.raises(NanoVLLMError, match="no CUDA device"):
         decisions.named("sampler")
+
+
+def test_a_sampler_that_cannot_be_captured_needs_eager_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plugins = get_plugin_manager()
+    spec = replace(plugins.spec("sampler", "gumbel"), cuda_graphs=False)
+    monkeypatch.setattr(type(plugins), "spec", lambda *_: spec)
+    choice = SamplerSettings(name="gumbel")
+    assert select_sampler(plugins, choice, "cpu", cuda_graphs=False).name == "gumbel"
+    with pytest.raises(UnsupportedError, match="cannot be captured; set cuda_graphs"):
+        select_sampler(plugins, choice, "cpu", cuda_graphs=True)
 
 
 def test_attention_is_asked_for_the_heads_of_one_rank(folders: Path) -> None:

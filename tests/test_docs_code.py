@@ -24,9 +24,6 @@ DOORS = {f"nanovllm_core.{door}" for door in ("api", "frontend", "kernels", "lay
 }
 FOLDER = ROOT / "docs/write"
 PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name != "README.md")
-QUICK = {"checkpoint", "constraint", "extension", "kind", "logits_processor", "observer", "route"}
-SOME_PAGES = [page for page in PAGES if page.stem in QUICK]
-"""Those whose suites take a second."""
 FILE = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```', re.MULTILINE | re.DOTALL)
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
@@ -114,13 +111,11 @@ def run(installed: Path, *arguments: str | Path, **variables: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize(
-    "pages", [SOME_PAGES, pytest.param(PAGES, marks=pytest.mark.slow)], ids=len
-)
-def test_the_plugins_of_pages_pass_their_suites(installed: Path, pages: list[Path]) -> None:
+@pytest.mark.slow
+def test_the_plugins_of_the_pages_pass_their_suites(installed: Path) -> None:
     """As an author would prove it: pytest on the page's own test file."""
     tests = [
-        file for page in pages for file in (installed / "source" / page.stem).glob("test_*.py")
+        file for page in PAGES for file in (installed / "source" / page.stem).glob("test_*.py")
     ]
     report = installed / "report.xml"
     options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--import-mode=importlib")
@@ -131,6 +126,7 @@ def test_the_plugins_of_pages_pass_their_suites(installed: Path, pages: list[Pat
     assert passed >= {test.stem for test in tests}, "nothing passed in the others"
 
 
+@pytest.mark.slow
 def test_an_installed_processor_is_tested_by_the_command_of_its_page(installed: Path) -> None:
     """With the arguments that it requires, only what two requests ask is skipped."""
     text = (FOLDER / "logits_processor.md").read_text(encoding="utf-8")

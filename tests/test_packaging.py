@@ -257,7 +257,8 @@ with LLM(config_file=sys.argv[1]) as llm:
 
 
 @pytest.mark.wheels
-@pytest.mark.parametrize("libraries", ["linked", pytest.param("fetched", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("libraries", ["linked", "fetched"])
 def test_wheels_in_a_clean_environment_run_and_yaml_switches_every_part(
     tmp_path: Path, libraries: str
 ) -> None:

@@ -149,6 +149,7 @@ def test_right_schedulers_of_other_kinds_pass(impl: type, check: str) -> None:
     run(check, impl, promises=False)
 
 
+@pytest.mark.slow
 def test_a_scheduler_of_small_chunks_is_not_called_endless() -> None:
     """5,100 steps of 16 tokens each: every one of them is progress."""
     setting = Setting(num_blocks=1500, block_size=64, max_model_len=90_000, steps_ahead=0)

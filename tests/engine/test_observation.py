@@ -74,3 +74,23 @@ def test_no_record_of_a_request_is_made_where_the_observer_that_wants_it_was_dro
     harness = Harness(observation=Observation({"fails": Fails(), "keep": Keep()}))
     harness.add("a", [1, 2, 3])
     harness.run()
+
+
+def test_every_observer_is_closed_once_whatever_the_others_raise(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    closed: list[str] = []
+
+    class Closes(Keep):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def close(self) -> None:
+            closed.append(self.name)
+            raise ValueError(f"{self.name} is not today")
+
+    made = Observation({name: Closes(name) for name in ("one", "other")})
+    made.close()
+    made.close()
+    assert sorted(closed) == ["one", "other"]
+    assert "one is not today" in caplog.text

@@ -22,6 +22,7 @@ from nanovllm_core.errors import (
     InconsistentStateError,
     InvalidPromptError,
     InvalidSamplingError,
+    ModelOutputError,
     PluginFailedError,
     RequestError,
     RequestTooLongError,
@@ -654,6 +655,47 @@ def test_a_delta_holds_only_what_is_new(stream: bool) -> None:
         assert len(ids) == 12
         assert [-int(one.token_logprob) for one in logprobs] == ids
         assert [delta.finish_reason for delta in mine] == [None] * (len(mine) - 1) + ["length"]
+
+
+def test_deltas_that_are_joined_are_those_of_an_output_at_once() -> None:
+    """As where a caller is slower than the engine: ids, log-probabilities, and the end."""
+    streamed, whole = Harness(), Harness()
+    for harness, stream in ((streamed, True), (whole, False)):
+        harness.engine.add_request("a", [1, 2], greedy(9, logprobs=1), stream=stream)
+    first, *later = (delta for _ in range(12) for delta in streamed.engine.step())
+    assert len(later) == 8
+    for delta in later:
+        first.extend(delta)
+    [expected] = (delta for _ in range(12) for delta in whole.engine.step())
+    assert first == expected
+
+
+def test_a_request_that_was_left_no_id_is_told_by_what() -> None:
+    """The device says -1; any other id is taken."""
+    params = greedy(8, min_tokens=2, stop_token_ids=(5,))
+    [request] = Harness().add("a", [1, 2], params)
+    assert request.refused(3) is None
+    error = request.refused(PADDED)
+    assert isinstance(error, InvalidSamplingError)
+    assert "min_tokens left no id to choose after" in str(error)
+
+
+def test_outputs_that_a_request_goes_on_behind_belong_to_one_sample() -> None:
+    with pytest.raises(RequestError, match="2 output_token_ids for n=2 samples"):
+        Harness().engine.add_request("a", [1, 2], greedy(8, n=2), output_token_ids=[3, 4])
+
+
+def test_an_executor_that_finds_logits_of_no_number_names_the_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(plan: StepPlan) -> None:
+        raise ModelOutputError("NaN", rows=[admission.row for admission in plan.admissions])
+
+    harness = Harness()
+    monkeypatch.setattr(harness.executor, "submit", broken)
+    harness.add("asks", [1, 2])
+    with pytest.raises(ModelOutputError, match="request asks, NaN"):
+        harness.engine.step()
 
 
 def test_deltas_survive_encoding() -> None:

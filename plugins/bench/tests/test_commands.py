@@ -45,6 +45,7 @@ def test_latency_prints_percentiles_and_writes_raw_times(tmp_path: Path) -> None
     assert record["environment"].keys() >= {"commit", "clean_tree"}
 
 
+@pytest.mark.slow
 def test_the_table_has_a_winner_in_every_cell(tmp_path: Path) -> None:
     out = tmp_path / "table.json"
     result = bench(

@@ -159,6 +159,7 @@ def test_an_answer_that_no_message_holds_ends_the_engine_with_its_error(tmp_path
     assert "object object" in str(wire.read_error(error))
 
 
+@pytest.mark.slow
 def test_a_request_that_nests_too_deep_is_refused_and_ends_no_engine(two: LLM) -> None:
     """Whether the door's process finds it or an engine's; another call goes on."""
     before, value = pids(two), [1]

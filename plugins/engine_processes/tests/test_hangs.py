@@ -56,6 +56,7 @@ Folders = Callable[[], list[Path]]
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+@pytest.mark.slow
 def test_an_engine_that_hangs_while_it_closes_ends_with_the_door_s_process(
     folders: Folders, tmp_path: Path
 ) -> None:

@@ -275,6 +275,7 @@ def test_no_rank_is_blamed_for_an_engine_that_was_stopped(
     assert len(output.token_ids) == 2
 
 
+@pytest.mark.slow
 def test_the_blocks_are_those_of_the_rank_with_the_fewest(failing: Failing) -> None:
     """Rank 1 has less memory for its cache."""
     failing.prepare(1, "few blocks", "load")

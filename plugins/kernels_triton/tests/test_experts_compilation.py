@@ -365,6 +365,7 @@ def test_one_warp_ranks_experts_without_shared_memory(reports: dict[str, AotRepo
 
 
 @pytest.mark.parametrize("capability", [80, pytest.param(86, marks=pytest.mark.slow), 100, 120])
+@pytest.mark.slow
 def test_every_plan_fits_the_shared_memory_of_other_gpus(capability: int) -> None:
     """What takes more than the GPU grants a program does not start; tiles of every height."""
     granted = SHARED_MEMORY[capability]
@@ -383,6 +384,7 @@ def test_every_plan_fits_the_shared_memory_of_other_gpus(capability: int) -> Non
         assert report.shared <= granted, f"{report.shared} bytes: {job}"
 
 
+@pytest.mark.slow
 def test_narrow_experts_compile() -> None:
     """Of small models, and of a rank among many: less of a row than a line of the cache."""
     jobs = [

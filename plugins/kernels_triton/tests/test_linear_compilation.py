@@ -177,6 +177,7 @@ def test_a_router_s_sums_reach_memory_unrounded(rows: int) -> None:
         assert "cvt.rn.bf16" not in report.ptx, job
 
 
+@pytest.mark.slow
 def test_every_product_fits_the_shared_memory_of_other_gpus() -> None:
     """What takes more than the GPU grants a program does not start."""
     jobs = [

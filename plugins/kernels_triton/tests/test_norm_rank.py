@@ -114,6 +114,7 @@ def make_row(norm: Tensor, weight: Tensor, seed: int) -> Tensor:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_rows_one_after_another_leave_no_logits(name: str, dtype: torch.dtype) -> None:
     """Nothing of one is left for the next."""
     num_experts, hidden, _, routing = MODELS[name]

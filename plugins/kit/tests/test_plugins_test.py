@@ -354,6 +354,7 @@ def test_a_failed_assert_beside_a_suite_shows_the_values(install: Install) -> No
     assert re.search(r"^E? *assert \d+ <= \d+$", shown, re.MULTILINE), shown
 
 
+@pytest.mark.slow
 def test_a_failed_assert_of_a_suite_shows_the_values(install: Install) -> None:
     """Of the core's suites, and of a suite that belongs to a declared kind."""
     install(

@@ -249,6 +249,7 @@ def test_a_front_that_is_killed_takes_its_own_requests_along_and_is_started_agai
     wait_for(lambda: server.metric(total) == before + len(left) + 4)  # counts outlive a front
 
 
+@pytest.mark.slow
 def test_sigterm_drains_all_fronts_together(server: Server) -> None:
     """Running streams finish, new requests are refused whichever front gets them, status 0."""
     stream = server.stream()

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from nanovllm_core import AsyncLLM, load_config
 from nanovllm_server.server import address, make_watched_server
 from nanovllm_server.settings import parse_settings
@@ -128,6 +130,7 @@ def counted(url: str) -> float:
     return float(number)
 
 
+@pytest.mark.slow
 def test_a_server_whose_engine_ends_ends_with_status_1(tmp_path: Path) -> None:
     """Its client gets an error, and whatever supervises the server starts another."""
     broken, log = tmp_path / "broken", tmp_path / "log"

@@ -92,6 +92,7 @@ def test_a_killed_process_is_noticed_and_named(llm: LLM, kill: signal.Signals) -
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="stops a process by SIGSTOP")
+@pytest.mark.slow
 def test_a_process_that_hangs_is_noticed_and_killed(llm: LLM) -> None:
     """No wait without a bound: not for a token, not for the close, not to send a long plan."""
     pid = pid_of(llm)
@@ -157,6 +158,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_the_process_ends_with_the_engine_s() -> None:
     """Both write to one pipe, so `run` returns once neither is left."""
     done = subprocess.run(

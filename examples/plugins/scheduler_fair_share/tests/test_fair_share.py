@@ -149,6 +149,7 @@ sizes_of_requests = st.tuples(st.sampled_from("AB"), st.integers(1, 30), st.inte
     steps_ahead=st.integers(0, 3),
 )
 @settings(max_examples=40, deadline=None, derandomize=True, phases=(Phase.generate,))
+@pytest.mark.slow
 def test_tenants_that_both_wait_stay_within_the_bound(
     arrivals: list[list[tuple[str, int, int]]], weight: float, rows: int, blocks: int, **sizes: int
 ) -> None:
