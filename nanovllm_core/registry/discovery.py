@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, EntryPoints
+from functools import cache
+from importlib.metadata import Distribution, EntryPoint, EntryPoints
 from pathlib import Path
 
 from nanovllm_core.config.sources import COMMAND_GROUP as COMMAND_GROUP
@@ -70,8 +71,9 @@ class InstalledPlugin:
 def find_plugins(found: EntryPoints) -> dict[InstalledPlugin, EntryPoint]:
     """The plugins among entry points, of every kind, declared ones too."""
     groups = known_groups(found.select(group=KIND_GROUP).names)
+    owner = cache(_owner)
     return {
-        _installed(kind, entry): entry
+        InstalledPlugin(kind, entry.name, *owner(entry.dist), entry.value): entry
         for group, kind in groups.items()
         for entry in found.select(group=group)
     }
@@ -85,25 +87,23 @@ def known_groups(declared: Iterable[str] = ()) -> dict[str, str]:
     return {declared_group(name): name for name in declared} | groups
 
 
-def _installed(kind: str, entry: EntryPoint) -> InstalledPlugin:
-    distribution, version = UNKNOWN, UNKNOWN
-    if entry.dist:
-        metadata = entry.dist.metadata  # parsed by each look at it
-        distribution, version = metadata["Name"], metadata["Version"]
-    return InstalledPlugin(kind, entry.name, distribution, version, entry.value)
+def _owner(distribution: Distribution | None) -> tuple[str, str]:
+    """Name and version; each look at a distribution's metadata parses all of it."""
+    if distribution is None:
+        return UNKNOWN, UNKNOWN
+    stated = distribution.metadata
+    return stated["Name"], stated["Version"]
 
 
 def misplaced(name: str, found: EntryPoints) -> str:
     """A note on a plugin of that name in a group of no kind, where it is not looked for."""
-    groups = known_groups(found.select(group=KIND_GROUP).names)
-    read = {*groups, COMMAND_GROUP, SUITE_GROUP}
+    read = {*known_groups(found.select(group=KIND_GROUP).names), COMMAND_GROUP, SUITE_GROUP}
     for entry in found.select(name=name):
         if entry.group.startswith(GROUP_PREFIX) and entry.group not in read:
-            plugin = _installed("", entry)
+            owner = " ".join(_owner(entry.dist))
             return (
-                f"; {shown(name)} is in the group {shown(entry.group)} of {plugin.distribution} "
-                f"{plugin.version}, which is that of no installed kind"
-                f"{did_you_mean(entry.group, groups, GROUP_PREFIX)}"
+                f"; {shown(name)} is in the group {shown(entry.group)} of {owner}, which is that "
+                f"of no installed kind{did_you_mean(entry.group, read, GROUP_PREFIX)}"
             )
     return ""
 
