@@ -131,7 +131,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.basicConfig()
     logging.getLogger("nanovllm_core").setLevel(logging.INFO)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        rates = Rates(**pool.submit(rates_of_one, arguments.device, "bfloat16").result())
+        dtype = "float32" if arguments.device == "cpu" else "bfloat16"  # as `dtype: auto` chooses
+        rates = Rates(**pool.submit(rates_of_one, arguments.device, dtype).result())
     print(
         f"{rates.copy_bytes_per_s / 1e12:.2f} TB/s, {rates.matmul_flops_per_s / 1e12:.0f} TFLOP/s"
     )

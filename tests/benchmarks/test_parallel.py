@@ -69,4 +69,4 @@ def test_a_model_is_measured_on_each_layout(tmp_path: Path) -> None:
     for layout in layouts.values():
         row = layout["workloads"]["2 x 8/4"]
         assert row["tokens_per_second"] > 0
-        assert row["share_of_floor"] > 0  # Above 1 where a small model stays in a CPU's cache.
+        assert 0 < row["share_of_floor"] < 1.5
