@@ -73,6 +73,7 @@ def one_by_one(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_mixtures_of_models_are_those_of_operations_apart(name: str, dtype: torch.dtype) -> None:
     """Logits lie apart, as two orders of a sum may differ in the last bit."""
     num_experts, hidden, _, routing = MODELS[name]
