@@ -76,6 +76,8 @@ class Model:
 MODELS = {
     "30B-A3B": Model(2048, 768, 128, Routing(top_k=8, renormalize=True)),
     "V2-Lite": Model(2048, 1408, 64, Routing(top_k=6)),
+    "30B-A3B/2": Model(2048, 384, 128, Routing(top_k=8, renormalize=True)),  # of one of two ranks
+    "Mixtral": Model(4096, 14336, 8, Routing(top_k=2, renormalize=True)),
     "odd": Model(1544, 424, 60, Routing(top_k=4)),
 }
 
@@ -294,7 +296,7 @@ def measure_case(name: str, case: Case, with_plans: bool) -> dict[str, Any]:
         f"{size / times['experts'] / 1e6:5.2f} TB/s  {operations / times['experts'] / 1e6:5.0f} TF"
     )
     print(
-        f"{name:8} {case.tokens:5} tokens  {touched:5.1f} experts {size / 1e6:6.0f} MB  "
+        f"{name:9} {case.tokens:5} tokens  {touched:5.1f} experts {size / 1e6:6.0f} MB  "
         f"floor {floor:7.1f}  experts {times['experts']:7.1f} ({floor / times['experts']:.0%})  "
         f"{rates}  error {errors['triton']:.2e} (torch {errors['torch']:.2e})  "
         + "  ".join(f"{part} {time:.1f}" for part, time in times.items() if part != "experts"),
