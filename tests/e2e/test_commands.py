@@ -35,11 +35,19 @@ def test_eval_with_sdpa_on_ten_questions_of_each_task(tmp_path: Path) -> None:
     assert "sdpa" in record["attention"]
 
 
+COMMAND = """
+from nanovllm_kit.interpreter import quicken_interpreter
+quicken_interpreter()
+from nanovllm_core.__main__ import main
+main()
+"""
+
+
 def interpreted(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, whose Triton interprets its kernels."""
     pytest.importorskip("nanovllm_attention_triton", reason="needs the plugin attention_triton")
     return subprocess.run(
-        [sys.executable, "-m", "nanovllm_core", *arguments, "--attention", "triton"],
+        [sys.executable, "-c", COMMAND, *arguments, "--attention", "triton"],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
