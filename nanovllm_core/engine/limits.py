@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,17 +85,14 @@ class EngineLimits:
         """
         if len(token_ids) == 0:
             raise InvalidPromptError("the prompt is empty (0 tokens); give at least 1 token")
-        try:
-            ids = np.asarray(token_ids)
-        except ValueError:  # lists inside, of different lengths
-            ids = np.array(token_ids, dtype=object)
+        ids = _as_array(token_ids)
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
             raise InvalidPromptError(
                 f"a prompt is a flat list of whole token ids; got {ids.ndim} dimensions of "
                 f"{ids.dtype}"
             )
-        wrong = ids[(ids < 0) | (ids >= self.vocab_size)]
-        if len(wrong):
+        if ids.min() < 0 or ids.max() >= self.vocab_size:
+            wrong = ids[(ids < 0) | (ids >= self.vocab_size)]
             raise InvalidPromptError(
                 f"the prompt holds token id {int(wrong[0])}, outside the vocabulary of "
                 f"{self.vocab_size} ids (0 to {self.vocab_size - 1}); use this model's tokenizer"
@@ -140,3 +140,11 @@ class EngineLimits:
                     f"{name} has token id {largest}; the vocabulary has {self.vocab_size} ids (0 "
                     f"to {self.vocab_size - 1}), so leave it out"
                 )
+
+
+def _as_array(token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[Any]:
+    """Of whatever type; `array` takes half as long as numpy for a list, and only integers."""
+    with suppress(TypeError, OverflowError, ValueError):
+        is_list = isinstance(token_ids, list)
+        return np.frombuffer(array("q", token_ids), np.int64) if is_list else np.asarray(token_ids)
+    return np.array(token_ids, dtype=object)

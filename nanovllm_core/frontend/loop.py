@@ -25,6 +25,8 @@ from nanovllm_core.frontend.tokenizer import Tokenizer, checkpoint_eos_token_ids
 from nanovllm_core.interfaces.plan import WorkerInfo
 from nanovllm_core.selection.startup import Startup, make_constraints, start, wake_gpu
 
+_ASKED = tuple(one.name for one in fields(messages.NewRequest))
+
 CHECK_SECONDS = 1.0
 """An engine without requests looks so often after its workers."""
 
@@ -258,7 +260,7 @@ class EngineLoop:
             batch = self.engine.new_batch()
             with no_collections():  # Each would look at every id of the prompts before.
                 for new in message.requests:
-                    asked = {one.name: getattr(new, one.name) for one in fields(new)}
+                    asked = {name: getattr(new, name) for name in _ASKED}
                     batch.add(**asked, searched=bool(new.params.stop))
                     added += 1
         except Exception as error:
