@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_forward_hook,
@@ -90,13 +91,20 @@ def count_touched_experts(
         num_experts = decode_steps = 0
         for num_rows in _decode_steps(llm.engine, llm.info.bucket_sizes, routed):
             decode_steps += 1
-            counts.update(
-                len(ids_TC[:num_rows, : router.routing.top_k].unique())
-                for router, ids_TC in routed.items()
-            )
+            counts.update(_num_touched(routed, num_rows))
             num_experts = max(router.num_experts for router in routed)
     histogram = [counts[k] for k in range(num_experts + 1)]
     return TouchedExperts(decode_steps, histogram)
+
+
+def _num_touched(routed: Mapping[Router, Tensor], num_rows: int) -> list[int]:
+    """The experts that each layer's first rows chose; the device is waited for once."""
+    touched = []
+    for router, ids_TC in routed.items():
+        chosen = ids_TC[:num_rows, : router.routing.top_k].long().flatten()
+        seen = torch.zeros(router.num_experts, dtype=torch.bool, device=chosen.device)
+        touched.append(seen.index_fill_(0, chosen, True).sum())
+    return [int(count) for count in torch.stack(touched).tolist()]
 
 
 def _eager(config: EngineConfig) -> EngineConfig:
