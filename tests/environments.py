@@ -19,8 +19,9 @@ def make_environment(folder: Path) -> Path:
     python = folder / "bin" / "python"
     ask = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     site = subprocess.run(ask, capture_output=True, text=True, check=True, cwd=folder).stdout
-    libraries = folder / "libraries"
-    libraries.mkdir()
+    # Hypothesis reads the source of every imported module in a folder of another name.
+    libraries = folder / "libraries" / "site-packages"
+    libraries.mkdir(parents=True)
     here = [path for path in sys.path if path.endswith("site-packages")]
     for entry in (
         e for path in [*here, sysconfig.get_path("purelib")] for e in Path(path).iterdir()

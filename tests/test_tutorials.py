@@ -116,7 +116,9 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """This environment's libraries without nanovllm: torch alone takes longer than all else."""
-    folder = tmp_path_factory.mktemp("libraries")
+    # Hypothesis reads the source of every imported module in a folder of another name.
+    folder = tmp_path_factory.mktemp("libraries") / "site-packages"
+    folder.mkdir()
     for site in (path for path in sys.path if path.endswith("-packages")):
         for entry in Path(site).iterdir():
             ours = "nanovllm" in entry.name.lower() or entry.suffix == ".pth"

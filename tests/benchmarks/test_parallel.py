@@ -59,8 +59,11 @@ def test_a_model_is_measured_on_each_layout(tmp_path: Path) -> None:
     pytest.importorskip("nanovllm_executor_parallel", reason="needs the plugin executor_parallel")
     out = tmp_path / "parallel.json"
     settings = {"device": "cpu", "attention": "sdpa"}
+    written = json.loads((ROOT / "benchmarks/configs/qwen3-6x512/config.json").read_text())
+    sizes = {"num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(written | sizes))
     command = [sys.executable, str(SCRIPT), "--layouts", "1", "2", "5", "--workloads", "2 x 8/4"]
-    command += ["--model", str(ROOT / "benchmarks/configs/qwen3-6x512"), "--device", "cpu"]
+    command += ["--model", str(tmp_path), "--device", "cpu"]
     command += ["--max-model-len", "64", "--settings", json.dumps(settings), "--out", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([*command, "--runs", "1"], env=environment, check=True, timeout=300)

@@ -19,11 +19,12 @@ from dataclasses import replace
 import pytest
 from nanovllm_kit import KernelSetConformance, PluginUnderTest, installed_plugin
 
+CORE = installed_plugin("kernels", "torch")
+
 class TestCopy(KernelSetConformance):
     @pytest.fixture
     def plugin(self) -> PluginUnderTest:
-        core = installed_plugin("kernels", "torch")
-        return replace(core, spec=replace(core.spec, impl="COPY.reference:TorchKernels"))
+        return replace(CORE, spec=replace(CORE.spec, impl="COPY.reference:TorchKernels"))
 """,
 )
 

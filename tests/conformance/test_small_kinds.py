@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,16 @@ from nanovllm_kit.executor import ExecutorConformance
 from nanovllm_kit.kernels import KernelSetConformance
 from nanovllm_kit.sampler import SamplerConformance
 
+core_plugin = cache(installed_plugin)
+"""Each look at what is installed reads the metadata of all of it; checks are a thousand."""
+
 
 class TestLocal(CheckpointConformance):
     """Folders of this machine."""
 
     @pytest.fixture
     def plugin(self) -> PluginUnderTest:
-        return installed_plugin("checkpoint", "local")
+        return core_plugin("checkpoint", "local")
 
     @pytest.fixture
     def existing(self, tmp_path: Path) -> str:
@@ -33,7 +37,7 @@ class TestGumbel(SamplerConformance):
 
     @pytest.fixture
     def plugin(self) -> PluginUnderTest:
-        return installed_plugin("sampler", "gumbel")
+        return core_plugin("sampler", "gumbel")
 
 
 class TestTorchKernels(KernelSetConformance):
@@ -41,7 +45,7 @@ class TestTorchKernels(KernelSetConformance):
 
     @pytest.fixture
     def plugin(self) -> PluginUnderTest:
-        return installed_plugin("kernels", "torch")
+        return core_plugin("kernels", "torch")
 
 
 class TestSingleProcess(ExecutorConformance):
@@ -49,7 +53,7 @@ class TestSingleProcess(ExecutorConformance):
 
     @pytest.fixture
     def plugin(self) -> PluginUnderTest:
-        return installed_plugin("executor", "single")
+        return core_plugin("executor", "single")
 
 
 class TestThread(EngineClientConformance):
@@ -57,4 +61,4 @@ class TestThread(EngineClientConformance):
 
     @pytest.fixture
     def plugin(self) -> PluginUnderTest:
-        return installed_plugin("engine_client", "thread")
+        return core_plugin("engine_client", "thread")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -116,6 +117,37 @@ def test_a_spec_alone_is_enough() -> None:
     """The module that returns it is found among those that are imported."""
     spec = installed_plugin("scheduler", "fcfs").spec
     assert plugin_under_test(spec).spec_module == "nanovllm_core.registry.builtins"
+
+
+TWIN = """
+from nanovllm_core.api import SchedulerSpec, hookimpl
+
+SPEC = SchedulerSpec(name="twin", impl="own_twin.policy:Twin", contract=1)
+
+@hookimpl
+def nanovllm_schedulers():
+    asked.append(__name__)
+    return [SPEC]
+"""
+
+
+def test_the_package_of_the_implementation_is_searched_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So a check does not wait for a look at torch, and no other module's hook is called."""
+    asked: list[str] = []
+    for name in ("another_twin", "own_twin", "own_twin.plugin", "own_twin.more"):
+        module = ModuleType(name)
+        vars(module)["asked"] = asked
+        if name != "own_twin":
+            exec(TWIN, vars(module))
+        monkeypatch.setitem(sys.modules, name, module)
+    spec = vars(sys.modules["another_twin"])["SPEC"]
+    assert plugin_under_test(spec).spec_module == "own_twin.plugin"
+    assert asked == ["own_twin.plugin"]
+    for name in ("own_twin.plugin", "own_twin.more"):
+        monkeypatch.delitem(sys.modules, name)
+    assert plugin_under_test(spec).spec_module == "another_twin"
 
 
 def test_a_spec_that_no_hook_returns_is_refused() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, ClassVar
 
 import pytest
 
 from nanovllm_kit.conformance import PluginUnderTest, installed_plugin
 from nanovllm_kit.model import ModelConformance
+
+find_once = cache(installed_plugin)
+"""Each look at what is installed reads the metadata of all of it."""
 
 YARN = {
     "rope_type": "yarn",
@@ -55,7 +59,7 @@ class TestDeepseekV2(DeepSeek):
 
     @pytest.fixture
     def plugin(self) -> PluginUnderTest:
-        return installed_plugin("model", "DeepseekV2ForCausalLM")
+        return find_once("model", "DeepseekV2ForCausalLM")
 
 
 class TestDeepseekV3(DeepSeek):
@@ -77,4 +81,4 @@ class TestDeepseekV3(DeepSeek):
 
     @pytest.fixture
     def plugin(self) -> PluginUnderTest:
-        return installed_plugin("model", "DeepseekV3ForCausalLM")
+        return find_once("model", "DeepseekV3ForCausalLM")

@@ -100,7 +100,9 @@ def test_the_engine_writes_the_tokens_of_transformers(reference: ReferenceCheckp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("reference", "size"), [("V2-Lite", 2), ("V2", 4), ("V3", 2)], indirect=["reference"]
+)
 def test_several_ranks_write_the_tokens_of_one(reference: ReferenceCheckpoint, size: int) -> None:
     """Heads and the columns of all experts are split; latent rows are whole on every rank."""
     pytest.importorskip("nanovllm_executor_parallel", reason="needs the plugin executor_parallel")

@@ -37,6 +37,7 @@ from nanovllm_kit.commands.report import Report
 
 # Rewritten asserts show the values that they compared, wherever the suite is.
 TEST_FILE = """
+from functools import cache
 import pytest
 import nanovllm_kit
 nanovllm_kit.rewrite_asserts()  # the command imported the package before pytest
@@ -44,10 +45,14 @@ pytest.register_assert_rewrite({module!r})
 from nanovllm_kit import installed_plugin
 from {module} import {suite}
 
+@cache  # a look at what is installed reads the metadata of all of it
+def found():
+    return installed_plugin({kind!r}, {name!r}, **{options!r})
+
 class TestPlugin({suite}):
     @pytest.fixture
     def plugin(self):
-        return installed_plugin({kind!r}, {name!r}, **{options!r})
+        return found()
 """
 
 
