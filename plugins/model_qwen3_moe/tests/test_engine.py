@@ -77,7 +77,8 @@ def test_stacks_of_experts_are_loaded_as_transformers_saves_them(
 
 
 @pytest.mark.slow
-def test_several_ranks_write_the_tokens_of_one(checkpoint: Path) -> None:
+@pytest.mark.parametrize("size", [2, 4])
+def test_several_ranks_write_the_tokens_of_one(checkpoint: Path, size: int) -> None:
     """Experts are split by column, so a token's experts are on all ranks."""
     pytest.importorskip("nanovllm_executor_parallel", reason="needs the plugin executor_parallel")
-    assert write(checkpoint, tensor_parallel_size=2) == write(checkpoint)
+    assert write(checkpoint, tensor_parallel_size=size) == write(checkpoint)
