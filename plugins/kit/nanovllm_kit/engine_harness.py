@@ -95,7 +95,10 @@ class Progress:
 
 
 class Harness:
-    """An engine, in debug mode unless told otherwise, its fake worker, and what came out so far."""
+    """An engine, in debug mode unless told otherwise, its fake worker, and what came out so far.
+
+    `pickled`: plans and results are copied between the two, as between processes.
+    """
 
     def __init__(
         self,
@@ -107,6 +110,7 @@ class Harness:
         constraints: Mapping[str, LoadedConstraint] | None = None,
         constraint_seconds: float = 5.0,
         debug: bool = True,
+        pickled: bool = True,
     ) -> None:
         self.setting = s = setting or Setting()
         self.executor = FakeExecutor(
@@ -117,6 +121,7 @@ class Harness:
             max_num_batched_tokens=s.max_num_batched_tokens,
             vocab_size=s.vocab_size,
             cache_windows=s.cache_windows,
+            pickled=pickled,
         )
         self.scheduler = scheduler or TokenBudgetScheduler(FcfsPolicy())
         self.engine = engine_class(

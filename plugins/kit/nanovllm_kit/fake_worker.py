@@ -19,7 +19,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -125,7 +125,10 @@ class FakeRow:
 
 
 class FakeExecutor(Executor):
-    """Runs plans on the fake worker and refuses any plan that breaks the contract."""
+    """Runs plans on the fake worker and refuses any plan that breaks the contract.
+
+    `pickled`: plans and results are copies, as another process would receive them.
+    """
 
     def __init__(
         self,
@@ -137,8 +140,10 @@ class FakeExecutor(Executor):
         max_num_batched_tokens: int,
         vocab_size: int,
         cache_windows: tuple[int | None, ...] = (None,),
+        pickled: bool = True,
     ) -> None:
         super().__init__(NoOptions())
+        self._sent: Callable[[Any], Any] = _sent if pickled else lambda original: original
         self.block_size = block_size
         self.num_rows = num_rows
         self.max_blocks = -(-max_model_len // block_size)
@@ -170,10 +175,11 @@ class FakeExecutor(Executor):
 
     def collect(self) -> StepResult:
         self.events.append("collect")
-        return _sent(self.results.popleft())
+        result: StepResult = self._sent(self.results.popleft())
+        return result
 
     def submit(self, plan: StepPlan) -> None:
-        plan = _sent(plan)
+        plan = self._sent(plan)
         assert not self.waiting, "a plan came before the masks of the step before"
         self.events.append("submit")
         self.plans.append(plan)
@@ -219,7 +225,7 @@ class FakeExecutor(Executor):
             self._choose(sampled, {})
 
     def sample(self, masks: TokenMasks) -> None:
-        masks = _sent(masks)
+        masks = self._sent(masks)
         self.events.append("sample")
         assert self.waiting, "masks came, and no step waits for any"
         assert masks.allowed.shape == (len(masks.rows), mask_words(self.vocab_size))

@@ -82,13 +82,18 @@ class SchedulingConformance(SpecConformance):
         """Drive one case to its end, unless that does not come or another rule is broken before."""
         watch = Watch(self.make_scheduler(plugin), rule)
         with suppress(SchedulerError, NoEndError):
-            drive(Harness(case.setting, watch, engine_class=self.engine_class), case.arrivals)
+            drive(self.harness_of(watch, case.setting), case.arrivals)
         return watch
 
     def harness(self, plugin: PluginUnderTest, setting: Setting) -> Harness:
         """An engine of these sizes with the scheduler under test."""
-        watch = Watch(self.make_scheduler(plugin))
-        return Harness(setting, watch, engine_class=self.engine_class)
+        return self.harness_of(Watch(self.make_scheduler(plugin)), setting)
+
+    def harness_of(self, scheduler: Scheduler, setting: Setting, *, debug: bool = True) -> Harness:
+        """An engine with this scheduler. It sees no plan, so plans need not be copied."""
+        return Harness(
+            setting, scheduler, engine_class=self.engine_class, debug=debug, pickled=False
+        )
 
     def bound(self, plugin: PluginUnderTest) -> Callable[[RequestView], float]:
         """The declared `max_overtaking_steps` of a request; infinity where none is declared."""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from nanovllm_kit.conformance import PluginUnderTest
-from nanovllm_kit.engine_harness import Harness, Setting
+from nanovllm_kit.engine_harness import Setting
 from nanovllm_kit.scheduler_base import AHEAD, ONE_TOKEN, SchedulingConformance, for_each
 from nanovllm_kit.scheduler_views import hours_pass
 from nanovllm_kit.scheduler_watch import (
@@ -133,7 +133,7 @@ class SchedulerDecisions(SchedulingConformance):
             alone = [self.run(plugin, case, anything_goes) for case in cases]
             beside = [Watch(self.make_scheduler(plugin)) for _ in cases]
             runs = [
-                play(Harness(case.setting, watch, engine_class=self.engine_class), case.arrivals)
+                play(self.harness_of(watch, case.setting), case.arrivals)
                 for case, watch in zip(cases, beside, strict=True)
             ]
             for _ in zip_longest(*runs):

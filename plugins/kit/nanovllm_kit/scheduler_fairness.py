@@ -175,7 +175,7 @@ class SchedulerFairness(SchedulingConformance):
     ) -> Harness:
         """An engine of any age, whose scheduler is held to its bound at every step."""
         watch = TurnWatch(self.make_scheduler(plugin), bound=bound)
-        harness = Harness(setting, watch, engine_class=self.engine_class, debug=False)
+        harness = self.harness_of(watch, setting, debug=False)
         harness.grow_old(_any_age(draws), _any_age(draws))
         return harness
 
@@ -315,7 +315,7 @@ class SchedulerFairness(SchedulingConformance):
     def _press(self, plugin: PluginUnderTest, draws: Random, runners: int, between: int) -> None:
         """`between` steps of calm at most between one preemption and the next."""
         setting = Setting(
-            num_blocks=16_384,
+            num_blocks=8_192,
             block_size=1,
             max_num_seqs=runners + draws.randint(1, 3),
             max_num_batched_tokens=draws.randint(400, 2_000),
