@@ -32,7 +32,6 @@ PROJECTS = {
     for file in (ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml")))
 }
 PLUGINS = {folder: project for folder, project in PROJECTS.items() if folder != ROOT}
-EXAMPLES = sorted(file.parent for file in ROOT.glob("examples/plugins/*/pyproject.toml"))
 CORE: Mapping[str, Any] = PROJECTS[ROOT]
 
 
@@ -183,16 +182,6 @@ def fails(*command: str | Path, **variables: str) -> str:
     return message
 
 
-def build_wheels(folder: Path, *projects: Path) -> list[Path]:
-    """The wheels, the core's first."""
-    run(
-        *(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"),
-        *("-w", folder, *projects),
-    )
-    wheels = sorted(folder.glob("*.whl"))
-    return sorted(wheels, key=lambda wheel: not wheel.name.startswith("nanovllm_core-"))
-
-
 ALONE = """
 import re
 import sys
@@ -231,12 +220,14 @@ for folder in sys.argv[1:]:
 
 @pytest.mark.slow
 @pytest.mark.wheels
-def test_each_distribution_loads_beside_the_core_alone(tmp_path: Path) -> None:
+def test_each_distribution_loads_beside_the_core_alone(
+    tmp_path: Path, wheels: dict[str, Path]
+) -> None:
     """Plugins, commands and suites, from its wheel: a wheel of pure Python is a folder of modules.
 
     None imports another plugin than those that it requires, and none lacks a file.
     """
-    core, *others = build_wheels(tmp_path / "dist", *PROJECTS, *EXAMPLES)
+    core, *others = wheels.values()
     python = make_environment(tmp_path / "env")
     run(python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", core)
     folders = [tmp_path / wheel.name.partition("-")[0] for wheel in others]
@@ -260,15 +251,13 @@ with LLM(config_file=sys.argv[1]) as llm:
 @pytest.mark.slow
 @pytest.mark.parametrize("libraries", ["linked", "fetched"])
 def test_wheels_in_a_clean_environment_run_and_yaml_switches_every_part(
-    tmp_path: Path, libraries: str
+    tmp_path: Path, wheels: dict[str, Path], libraries: str
 ) -> None:
     """From the core alone to everything, in one environment, as a user would add to it.
 
     torch and the other libraries are this environment's, or fetched as the wheels require them.
     """
-    wheels = build_wheels(tmp_path / "dist", *PROJECTS)
-    assert len(wheels) == len(PROJECTS)
-    for wheel in wheels:
+    for wheel in wheels.values():
         assert any(name.endswith("/py.typed") for name in zipfile.ZipFile(wheel).namelist())
         names = zipfile.ZipFile(wheel).namelist()
         assert not any("test_" in name for name in names if "/scaffold/templates/" not in name)
@@ -281,7 +270,7 @@ def test_wheels_in_a_clean_environment_run_and_yaml_switches_every_part(
     def install(requirement: str) -> None:
         run(
             *(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt"),
-            *("--find-links", tmp_path / "dist", requirement),
+            *("--find-links", wheels["nanovllm_core"].parent, requirement),
         )
 
     install("nanovllm-core")
