@@ -35,6 +35,7 @@ from scale_tables import SCALE
 from served_tables import SERVED
 from serving_tables import SERVING
 from settings_tables import CONFIGURATION
+from workload_tables import WORKLOADS
 
 from nanovllm_attention_sdpa.workspace import WORKSPACE_LIMIT
 from nanovllm_bench.plots import draw, series_of
@@ -284,7 +285,7 @@ DOCUMENTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "attention.md": {"gathering": gathering_table},
     "moe.md": MOE,
     "performance.md": {
-        **measured({**PERFORMANCE, **SERVED, **MIXTURES}),
+        **measured({**PERFORMANCE, **SERVED, **MIXTURES, **WORKLOADS}),
         "transformers on a cpu": partial(compare_table, CPU),
         "plots": plots,
         "edges": edge_table,
