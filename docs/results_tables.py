@@ -189,31 +189,6 @@ def fixed_table(results: Results) -> str:
     return table(("batch x prompt/output", "attention", "output tok/s", "share", "GPU busy"), rows)
 
 
-def start_table(results: Results) -> str:
-    """From the start of the process to an engine that is ready; the quickest of equal starts."""
-    peers = [
-        (results.peers["engines"][name], results.peers["start_caches"], f"{seconds} s", *"–––")
-        for name, seconds in results.peers["start_seconds"].items()
-    ]
-    ours = []
-    for name, record in results.named("start_").items():
-        for cache in ("warm", "empty"):
-            starts = [s for s in record["starts"] if s["triton_cache"] == cache]
-            quickest = min(starts, key=lambda start: float(start["ready"]))
-            parts = [("import", "plan", "device"), ("model", "attention", "cache")]
-            parts.append(("compile", "warm_up", "capture"))
-            ours.append(
-                (
-                    f"nanovllm, `{name.removeprefix('start_')}`",
-                    cache,
-                    f"{quickest['ready']:.1f} s",
-                    *(f"{sum(quickest.get(part, 0) for part in group):.1f} s" for group in parts),
-                )
-            )
-    head = ("engine", "compile caches", "start to ready", "imports and choices")
-    return table((*head, "weights, trial step, blocks", "kernels and capture"), [*ours, *peers])
-
-
 def latency_table(results: Results) -> str:
     """Percentiles of time to first token and between tokens."""
     rows = []
@@ -389,7 +364,6 @@ PERFORMANCE: Tables = {
     "nano": nano_table,
     "peers": peers_table,
     "fixed": fixed_table,
-    "start": start_table,
     "latency": latency_table,
     "bursts": bursts_table,
     "backends": backends_table,

@@ -1,4 +1,4 @@
-"""Tables of docs/performance.md of larger dense models, and of requests that ask for more."""
+"""Tables of docs/performance.md: larger dense models, requests that ask for more, starts."""
 
 from __future__ import annotations
 
@@ -30,4 +30,29 @@ def asking_table(results: Results) -> str:
     return table(("each request asks for", "output tok/s", "beside plain"), rows)
 
 
-WORKLOADS: Tables = {"dense": dense_table, "asking": asking_table}
+def start_table(results: Results) -> str:
+    """From the start of the process to an engine that is ready; the quickest of equal starts."""
+    peers = [
+        (results.peers["engines"][name], results.peers["start_caches"], f"{seconds} s", *"–––")
+        for name, seconds in results.peers["start_seconds"].items()
+    ]
+    ours = []
+    for record in results.named("start_").values():
+        for cache in ("warm", "empty"):
+            starts = [s for s in record["starts"] if s["triton_cache"] == cache]
+            quickest = min(starts, key=lambda start: float(start["ready"]))
+            parts = [("import", "plan", "device"), ("model", "attention", "cache")]
+            parts.append(("compile", "warm_up", "capture"))
+            ours.append(
+                (
+                    f"nanovllm, {record['model']}",
+                    cache,
+                    f"{quickest['ready']:.1f} s",
+                    *(f"{sum(quickest.get(part, 0) for part in group):.1f} s" for group in parts),
+                )
+            )
+    head = ("engine", "compile caches", "start to ready", "imports and choices")
+    return table((*head, "weights, trial step, blocks", "kernels and capture"), [*ours, *peers])
+
+
+WORKLOADS: Tables = {"dense": dense_table, "asking": asking_table, "start": start_table}

@@ -147,11 +147,6 @@ MODELS: dict[str, dict[str, Any]] = {
 
 TESTED = [
     ("model", "LlamaForCausalLM"),
-    ("model", "MistralForCausalLM"),
-    ("model", "Qwen2ForCausalLM"),
-    ("model", "Gemma2ForCausalLM"),
-    ("model", "Gemma3ForCausalLM"),
-    ("scheduler", "fair_share"),
     ("scheduler", "priority", "--option", "patience=16"),
     ("logits_processor", "banned_words"),
     ("constraint", "choices", "--argument", "texts=[yes, no]"),
@@ -166,6 +161,7 @@ TESTED = [
     ("route", "admin", "--option", f"key_sha256='{'0' * 64}'"),
     ("kind", "route"),
 ]
+"""A plugin of every kind, with what its suite is given; all suites run in `examples/plugins`."""
 
 
 def save_tiny(folder: Path, architecture: str) -> Any:
