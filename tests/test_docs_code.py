@@ -118,8 +118,9 @@ def test_the_plugins_of_the_pages_pass_their_suites(installed: Path) -> None:
         file for page in PAGES for file in (installed / "source" / page.stem).glob("test_*.py")
     ]
     report = installed / "report.xml"
-    options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--import-mode=importlib")
-    run(installed, "-m", "pytest", *options, "--rootdir", installed, "--junitxml", report, *tests)
+    options = ("-q", "-p", "no:cacheprovider", "--import-mode=importlib")
+    arguments = ("-m", "pytest", *options, "--rootdir", installed, "--junitxml", report, *tests)
+    run(installed, *arguments, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     cases = ElementTree.parse(report).iter("testcase")
     names = [case.get("classname", "") for case in cases if not len(case)]
     passed = {part for name in names for part in name.split(".")}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
 import sys
 from collections import defaultdict
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from _pytest.mark import ParameterSet
@@ -171,18 +173,13 @@ class Subject:
         outcomes = Outcomes()
         with self.copied(target, name, mutation) as suite:
             chosen = [f"{suite}::TestCopy::{check}" for check in checks] or [str(suite)]
-            quiet = [
-                "-q",
-                "--no-header",
-                "--no-summary",
-                "-p",
-                "no:cacheprovider",
-                "-p",
-                "no:xdist",
-            ]
+            quiet = ["-q", "--no-header", "--no-summary", "-p", "no:cacheprovider"]
+            quiet += ["-p", "no:unraisableexception"]  # it collects garbage twice at the end
             alone = ["--rootdir", str(target), "-c", str(target / "none.ini"), "--noconftest"]
             (target / "none.ini").touch()
-            pytest.main([*quiet, *alone, *more, *chosen], plugins=[outcomes])
+            # To look for plugins of pytest takes as long as many a check.
+            with mock.patch.dict(os.environ, {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}):
+                pytest.main([*quiet, *alone, *more, *chosen], plugins=[outcomes])
         if not outcomes.of:
             raise LookupError(f"the suite has none of {', '.join(checks)}")
         return outcomes

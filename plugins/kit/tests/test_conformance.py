@@ -51,6 +51,12 @@ class TestIt(TwoChecks):
 """
 
 
+@pytest.fixture(autouse=True)
+def no_other_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pytest within this one imports its plugins anew, which takes seconds."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
 def outcomes(pytester: pytest.Pytester, **failures: str) -> dict[str, int]:
     pytester.makepyfile(SUITE.replace("{failures}", repr(failures)))
     return pytester.runpytest_inprocess("-p", "no:cacheprovider").parseoutcomes()
