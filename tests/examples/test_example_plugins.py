@@ -153,7 +153,6 @@ TESTED = [
     ("observer", "metrics"),
     ("metrics_sink", "jsonl"),
     ("kind", "metrics_sink"),
-    ("executor", "process"),
     ("executor", "timed", "--option", f"path={os.devnull}"),
     ("sampler", "inverse_cdf"),
     ("kernels", "float64"),
