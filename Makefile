@@ -5,7 +5,7 @@
 # make test-speed  comparisons of time, with nothing else on the machine
 # make mutants     change 200 lines, one at a time, and see whether the tests notice (half an hour)
 # make test-gpu    the tests that need a CUDA GPU; writes benchmarks/results/gpu_tests_*.json
-# make bench-gpu   measure the committed throughputs again on a GPU and compare
+# make bench-gpu   measure the small model's committed throughputs again on a GPU and compare
 # make lint        ruff, mypy, import-linter
 # make wheels      every distribution, into dist/
 # make docs        the site of the documents, into site/; warnings are errors
