@@ -22,8 +22,8 @@ DISTRIBUTIONS = [
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest test, so that it does not run alone at the end."""
-    items.sort(key=lambda item: item.get_closest_marker("wheels") is None)
+    """Begin with the longest tests, so that none runs alone at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 @pytest.fixture(scope="session")

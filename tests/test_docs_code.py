@@ -112,6 +112,7 @@ def run(installed: Path, *arguments: str | Path, **variables: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_plugins_of_the_pages_pass_their_suites(installed: Path) -> None:
     """As an author would prove it: pytest on the page's own test file."""
     tests = [

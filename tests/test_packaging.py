@@ -219,7 +219,7 @@ for folder in sys.argv[1:]:
 
 
 @pytest.mark.slow
-@pytest.mark.wheels
+@pytest.mark.long
 def test_each_distribution_loads_beside_the_core_alone(
     tmp_path: Path, wheels: dict[str, Path]
 ) -> None:
@@ -247,7 +247,7 @@ with LLM(config_file=sys.argv[1]) as llm:
 """
 
 
-@pytest.mark.wheels
+@pytest.mark.long
 @pytest.mark.slow
 def test_wheels_in_a_clean_environment_run_and_yaml_switches_every_part(
     tmp_path: Path, wheels: dict[str, Path]

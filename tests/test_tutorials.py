@@ -112,7 +112,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.wheels
+@pytest.mark.long
 @pytest.mark.slow  # an environment and several suites each
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
 def test_a_tutorial_holds_word_for_word(

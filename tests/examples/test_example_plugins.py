@@ -266,7 +266,7 @@ def check_model(bin_: Path, folder: Path, architecture: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.wheels
+@pytest.mark.long
 def test_examples_from_wheels_are_chosen_in_yaml_generate_and_pass_their_suites(
     tmp_path: Path, wheels: dict[str, Path]
 ) -> None:

@@ -36,7 +36,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.wheels
+@pytest.mark.long
 def test_the_packages_of_all_kinds_install_and_pass_their_tests(
     tmp_path: Path, wheels: dict[str, Path]
 ) -> None:

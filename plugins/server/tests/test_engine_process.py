@@ -270,14 +270,24 @@ def command(
         process.communicate()
 
 
+def children_of(pid: int) -> dict[int, str]:
+    """The first words of the commands of the processes that this one started, by their ids.
+
+    Whatever ends while it is looked at is left out, a thread of this process too.
+    """
+    found = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            for child in map(int, (task / "children").read_text().split()):
+                with suppress(FileNotFoundError, ProcessLookupError):
+                    words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
+                    found[child] = " ".join(words[:4])
+    return found
+
+
 def engine_of(pid: int) -> int:
     """The only child of a server that is no front."""
-    [engine] = [
-        int(child)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for child in (task / "children").read_text().split()
-        if b"nanovllm front" not in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
+    [engine] = [child for child, line in children_of(pid).items() if "nanovllm front" not in line]
     return engine
 
 

@@ -32,7 +32,7 @@ from nanovllm_server.guard.keys import hash_key
 from nanovllm_server.settings import ServerSettings
 from nanovllm_server.watch.watch import observed
 
-from .test_engine_process import Stream, get, is_gone, post, wait_for
+from .test_engine_process import Stream, children_of, get, is_gone, post, wait_for
 
 ROWS, QUEUE, FRONTS = 8, 4, 2
 SETTINGS = {
@@ -80,12 +80,10 @@ class Server:
     def children(self) -> dict[str, list[int]]:
         """The process ids of its fronts and its engines."""
         found: dict[str, list[int]] = {"front": [], "engine": []}
-        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
-            for pid in map(int, (task / "children").read_text().split()):
-                words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-                kind = next((one for one in found if f"nanovllm {one}" in " ".join(words[:4])), "")
-                if kind:
-                    found[kind].append(pid)
+        for pid, line in children_of(self.process.pid).items():
+            kind = next((one for one in found if f"nanovllm {one}" in line), "")
+            if kind:
+                found[kind].append(pid)
         return found
 
     def metric(self, pattern: str) -> float:

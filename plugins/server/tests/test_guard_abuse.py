@@ -580,6 +580,7 @@ def test_a_cache_of_one_sequence_serves_everybody_in_turn() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_five_thousand_requests_leave_no_memory_behind(server_url: str) -> None:
     """The process has as much memory after 5,000 requests as after 1,000."""
 
