@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
-from threading import Lock, local
+from hashlib import sha256
+from inspect import getclosurevars
+from threading import Lock, Semaphore
 from typing import Any
 
 import torch
-from triton import AsyncCompileMode, knobs
+from triton import AsyncCompileMode
 from triton.runtime._async_compile import active_mode
+from triton.runtime.cache import get_cache_manager
+
+from nanovllm_kernels_triton.compilers import CompileJob, Compilers
+
+NUM_HERE = 4
+"""Kernels that threads of this process compile at once: Python's lock has no room for more."""
 
 
 class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no types
-    """Within, threads compile and load every Triton kernel that is launched for the first time.
+    """Within, every Triton kernel that is launched for the first time is compiled and loaded.
+
+    Threads do it. Kernels that are not in Triton's cache on disk are compiled by other processes
+    too, by default as many as there are processors, if those are more than a few.
 
     Its launches do nothing within, so they must be of no effect anyway, as in a capture that is
     thrown away; other threads wait for the kernel and launch it. Leaving waits until all are
@@ -23,15 +35,20 @@ class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no typ
     waits for a kernel at its first launch.)
     """
 
-    def __init__(self) -> None:
-        super().__init__(ThreadPoolExecutor())
+    def __init__(self, num_processes: int | None = None) -> None:
+        if num_processes is None:
+            num_processors = len(os.sched_getaffinity(0))
+            num_processes = num_processors if num_processors > NUM_HERE else 0
+        super().__init__(ThreadPoolExecutor(NUM_HERE + num_processes))
+        self._has_processes = num_processes > 0
         self._device = torch.cuda.current_device()
         self._loading: defaultdict[object, Lock] = defaultdict(Lock)
         """By the Triton function that the kernels are variants of."""
 
     def __enter__(self) -> Callable[[], bool]:
-        self._compiled: list[str] = []
-        _listen()
+        self._all_cached = True
+        self._here = Semaphore(NUM_HERE)
+        self._compilers: Compilers | None = None
         super().__enter__()
         return self._is_needed
 
@@ -45,18 +62,24 @@ class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no typ
             for future in self.future_kernels.values():
                 if future.kernel is None:  # It failed, or Ctrl-C came: Triton compiles it again.
                     future.finalize_compile(None)
-            _end_listening()
             self.executor.shutdown(wait=False, cancel_futures=True)
+            if self._compilers is not None:
+                self._compilers.close()
 
     def submit(
-        self, key: object, compile_kernel: Callable[[], Any], store: Callable[[Any], None]
+        self, key: str, compile_kernel: Callable[[], Any], store: Callable[[Any], None]
     ) -> Any:
         """Triton calls it for a kernel that is not in its memory; `store` puts one there."""
+        job = _job(compile_kernel)
+        is_cached = _is_cached(key, job.source.name)
+        if not is_cached:
+            self._all_cached = False
+            if self._has_processes and self._compilers is None:
+                self._compilers = Compilers()
 
         def load() -> Any:
-            _compiling.names = self._compiled
             with suppress(Exception), torch.cuda.device(self._device):
-                kernel = compile_kernel()
+                kernel = compile_kernel() if is_cached else self._compile(job, compile_kernel)
                 # Variants mostly share a launcher, which the first has the C compiler make.
                 with self._loading[kernel.src.fn]:
                     kernel.run  # noqa: B018 - reading it loads the kernel
@@ -67,38 +90,33 @@ class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no typ
         store(left_out)  # else the next launch would come here, too
         return left_out
 
+    def _compile(self, job: CompileJob, compile_kernel: Callable[[], Any]) -> Any:
+        """By this thread while few of them compile; else by a process, where one can."""
+        if not self._here.acquire(blocking=False):
+            if self._compilers is not None and self._compilers.compile(job):
+                return compile_kernel()  # which finds it in the cache
+            self._here.acquire()
+        try:
+            return compile_kernel()
+        finally:
+            self._here.release()
+
     def _is_needed(self) -> bool:
         """Whether one of the kernels so far was not in Triton's cache on disk."""
-        return any(self._compiled for _ in as_completed(self.raw_futures))
+        return not self._all_cached
 
 
-_compiling = local()
-"""Of a thread that compiles: `names`, its mode's list of kernels that were not in the cache."""
-_lock = Lock()
-_num_entered = 0
-_listener_before: Any = None
+def _job(compile_kernel: Callable[[], Any]) -> CompileJob:
+    """From the variables that Triton's function closes over, for it takes no arguments."""
+    outer = getclosurevars(compile_kernel).nonlocals
+    return CompileJob(outer["src"], outer["target"], outer["options"].__dict__, outer["env_vars"])
 
 
-def _listen() -> None:
-    """Have Triton say what it compiles; starts of several threads may overlap."""
-    global _num_entered, _listener_before
-    with _lock:
-        if _num_entered == 0:
-            _listener_before, knobs.compilation.listener = knobs.compilation.listener, _note
-        _num_entered += 1
-
-
-def _end_listening() -> None:
-    global _num_entered
-    with _lock:
-        _num_entered -= 1
-        if _num_entered == 0:
-            knobs.compilation.listener = _listener_before
-
-
-def _note(*, src: Any, cache_hit: bool, **_: object) -> None:
-    if not cache_hit and hasattr(_compiling, "names"):
-        _compiling.names.append(src.name)
+def _is_cached(key: str, name: str) -> bool:
+    """Whether `triton.compile` would find the kernel of this key on disk."""
+    file_name = f"{name[:150]}.json"
+    group = get_cache_manager(sha256(key.encode()).hexdigest()).get_group(file_name)
+    return file_name in (group or {})
 
 
 class _LeftOut:

@@ -1,22 +1,45 @@
-"""Kernels compiled by threads, on any machine: a true compiler, and a stand-in for the driver."""
+"""Kernels compiled ahead, on any machine: a true compiler, and a stand-in for the driver."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton", reason="compiles Triton kernels")
 
-PROGRAM = """
+KERNELS = """
+import triton, triton.language as tl
+
+ONE = tl.constexpr(1.0)
+
+@triton.jit
+def one():
+    return ONE
+
+@triton.jit
+def fill(x_ptr, SIZE: tl.constexpr):
+    tl.store(x_ptr + tl.arange(0, SIZE), one())
+
+@triton.jit
+def wrong(x_ptr, SIZE: tl.constexpr):
+    tl.store(x_ptr + tl.arange(0, SIZE), tl.zeros((SIZE + 2,), tl.float32))
+"""
+
+DRIVER = """
 import contextlib, json, sys, threading
-import torch, triton, triton.language as tl
+import torch, triton
 from triton.backends.compiler import GPUTarget
+from nanovllm_kernels_triton import compilation
 from nanovllm_kernels_triton.compilation import CompileAhead
+from kernels import fill, wrong
 
 launched, compiled_by = [], []
 
@@ -40,17 +63,11 @@ class Driver:
 triton.runtime.driver.set_active(Driver())
 torch.cuda.current_device = lambda: 0
 torch.cuda.device = lambda device: contextlib.nullcontext()
-
-@triton.jit
-def fill(x_ptr, SIZE: tl.constexpr):
-    tl.store(x_ptr + tl.arange(0, SIZE), 1.0)
-
-@triton.jit
-def wrong(x_ptr, SIZE: tl.constexpr):
-    tl.store(x_ptr + tl.arange(0, SIZE), tl.zeros((SIZE + 2,), tl.float32))
-
 x = torch.zeros(64)
 seen = {}
+"""
+
+BY_THREADS = """
 with CompileAhead() as is_needed:
     for _ in range(3):
         for size in (16, 32, 64):
@@ -97,41 +114,109 @@ fill.device_caches.clear()
 with CompileAhead() as is_needed:
     fill[(1,)](x, SIZE=16)
     seen["needed with a warm cache"] = is_needed()
-sooner = threading.Thread(target=lambda: start(entered, may_leave))
-entered, may_leave = threading.Event(), threading.Event()
-def start(entered, may_leave):
-    with CompileAhead():
-        entered.set()
-        may_leave.wait(10)
-sooner.start()
-entered.wait(10)
-with CompileAhead() as is_needed:
-    may_leave.set()
-    sooner.join()
-    fill[(1,)](x, SIZE=128)
-    seen["needed while another start ends"] = is_needed()
-seen["listener"] = triton.knobs.compilation.listener
 print(json.dumps(seen))
 """
 
+BY_PROCESSES = """
+from kernels import one
+one.cache_key  # Triton's key of `fill` is another one where `one` was hashed first
+is_hit, errors = {}, []
+def listen(*, src, cache_hit, **_):
+    is_hit[src.constants[1,]] = cache_hit
+triton.knobs.compilation.listener = listen
+compilation.NUM_HERE = 1
+with CompileAhead(num_processes=2) as is_needed:
+    wrong[(1,)](x, SIZE=4)
+    for size in (1, 2, 8, 16, 32, 64, 128):
+        fill[(1,)](x, SIZE=size)
+    wrong[(1,)](x, SIZE=16)
+    seen["needed"] = is_needed()
+for size in (4, 16):
+    try:
+        wrong[(1,)](x, SIZE=size)
+    except Exception as error:
+        errors.append(type(error).__name__)
+for size in (1, 2, 8, 16, 32, 64, 128):
+    fill[(1,)](x, SIZE=size)
+seen["launched"] = len(launched)
+seen["compiled or found"] = sorted(is_hit)
+seen["by processes"] = sum(is_hit.values()) > 0
+seen["here"] = sum(is_hit.values()) < len(is_hit)
+seen["errors"] = errors
+print(json.dumps(seen))
+"""
 
-def test_kernels_are_compiled_by_threads_and_launched_behind(tmp_path: Path) -> None:
-    """Each variant once; what fails raises at its next launch; an interruption leaves none out.
+JOBS = """
+import os, signal
+from triton.compiler import ASTSource, make_backend
+from nanovllm_kernels_triton.compilers import CompileJob, Compilers
 
-    Starts of two threads may overlap, and leave Triton as they found it.
-    """
+@triton.jit
+def of_main(x_ptr, SIZE: triton.language.constexpr):
+    triton.language.store(x_ptr, SIZE)
+
+def job(kernel, size):
+    source = ASTSource(kernel, {"x_ptr": "*fp32", "SIZE": "constexpr"}, {"SIZE": size})
+    return CompileJob(source, GPUTarget("cuda", 90, 32), {"num_warps": 2}, {})
+
+def has_ended(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+compilers = Compilers()
+seen["a kernel"] = compilers.compile(job(fill, 16))
+seen["one that fails"] = compilers.compile(job(wrong, 16))
+seen["one of the main module"] = compilers.compile(job(of_main, 16))
+with open("kernels.py", "a") as file:
+    file.write("ONE = tl.constexpr(2.0)\\n")
+seen["one that was edited"] = compilers.compile(job(fill, 32))
+seen["one that cannot be sent"] = compilers.compile(job(fill, threading.Lock()))
+waiting = threading.Thread(target=lambda: seen.update(closed=compilers.compile(job(fill, 32))))
+os.kill(compilers.pid, signal.SIGSTOP)
+waiting.start()
+compilers.close()
+waiting.join()
+seen["ended"] = has_ended(compilers.pid)
+killed = Compilers()
+os.kill(killed.pid, signal.SIGKILL)
+seen["by killed ones"] = killed.compile(job(fill, 16))
+killed.close()
+print(json.dumps(seen))
+"""
+
+ORPHANS = """
+import os, signal
+from nanovllm_kernels_triton.compilers import Compilers
+print(json.dumps({"pid": Compilers().pid}), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def run(tmp_path: Path, program: str, status: int = 0) -> dict[str, Any]:
+    """The facts that the program prints, run by a process of its own with an empty cache."""
+    (tmp_path / "kernels.py").write_text(KERNELS)
     file = tmp_path / "program.py"
-    file.write_text(PROGRAM)
+    file.write_text(DRIVER + program)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, file],
+        cwd=tmp_path,
         env={**environment, "TRITON_CACHE_DIR": str(tmp_path / "cache")},
         capture_output=True,
         text=True,
         check=False,
+        timeout=120,
     )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {
+    assert done.returncode == status, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_kernels_are_compiled_by_threads_and_launched_behind(tmp_path: Path) -> None:
+    """Each variant once; what fails raises at its next launch; an interruption leaves none out."""
+    assert run(tmp_path, BY_THREADS) == {
         "needed": True,
         "launched within": 0,
         "launched by another thread": 1,
@@ -143,6 +228,41 @@ def test_kernels_are_compiled_by_threads_and_launched_behind(tmp_path: Path) -> 
         "launched after an interruption": 1,
         "launched after an interrupted wait": 1,
         "needed with a warm cache": False,
-        "listener": None,
-        "needed while another start ends": True,
     }
+
+
+def test_processes_compile_what_threads_have_no_time_for(tmp_path: Path) -> None:
+    """The kernels of processes are found in the cache; what fails there raises here, as ever."""
+    sizes = [1, 2, 8, 16, 32, 64, 128]
+    assert run(tmp_path, BY_PROCESSES) == {
+        "needed": True,
+        "launched": len(sizes),
+        "compiled or found": sizes,
+        "by processes": True,
+        "here": True,
+        "errors": ["CompilationError", "CompilationError"],
+    }
+
+
+def test_compilers_say_what_they_could_not_compile_and_end_when_closed(tmp_path: Path) -> None:
+    """A kernel that fails, cannot be found or sent, or is waited for while they end: False."""
+    assert run(tmp_path, JOBS) == {
+        "a kernel": True,
+        "one that fails": False,
+        "one of the main module": False,
+        "one that was edited": False,
+        "one that cannot be sent": False,
+        "closed": False,
+        "ended": True,
+        "by killed ones": False,
+    }
+
+
+def test_compilers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    """Also when it is killed while they import."""
+    pid = run(tmp_path, ORPHANS, -signal.SIGKILL)["pid"]
+    command = Path(f"/proc/{pid}/cmdline")
+    end = time.monotonic() + 30
+    while command.exists() and command.read_bytes():  # a zombie has none
+        assert time.monotonic() < end, "it runs after 30 s"
+        time.sleep(0.1)
