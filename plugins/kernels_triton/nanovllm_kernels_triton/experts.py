@@ -41,6 +41,9 @@ from nanovllm_kernels_triton.strides import in_units
 
 _SORT_BLOCK = 4096
 """Up to so many pairs, each expert's program reads all."""
+_SORT_WARPS = (4, 8)
+"""Of such a program, by its pairs: on an H200 with 128 experts four were the fastest up to 1,024
+pairs, where one or two took up to 2.5 times as long, and eight for more."""
 _PLACE_BLOCK = 1024
 """Pairs that one program sorts where there are more."""
 _COMBINE_BLOCK = 1024
@@ -207,9 +210,10 @@ def sort_pairs(ids_TC: Tensor, num_experts: int, block_m: int, options: Options)
         # Of a power of two of tokens: a start tries those, and has compiled all.
         most_pairs = next_power_of_2(next_power_of_2(tokens) * chosen)
         block = min(most_pairs, _SORT_BLOCK)
+        num_warps = min(max(block // 32, 1), _SORT_WARPS[block > 1024])
         sort_pairs_kernel[(num_experts,)](
             ids_TC, *order[:4], *sizes,
-            BLOCK=block, BINS=bins, num_warps=min(max(block // 256, 1), 16), **options,
+            BLOCK=block, BINS=bins, num_warps=num_warps, **options,
         )  # fmt: skip
         return order
     shared = {"BLOCK": _PLACE_BLOCK, "BINS": bins, "num_warps": 8, **options}

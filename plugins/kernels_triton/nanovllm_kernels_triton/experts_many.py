@@ -41,7 +41,9 @@ def count_pairs_kernel(
         gdc_launch_dependents()
         gdc_wait()
     pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    counts = _count(ids_ptr, pairs, num_pairs, BINS)
+    there = pairs < num_pairs
+    ids = tl.load(ids_ptr + pairs, mask=there, other=0)
+    counts = tl.histogram(ids, BINS, mask=there)
     tl.store(counts_ptr + tl.program_id(0) * BINS + tl.arange(0, BINS), counts)
 
 
@@ -103,11 +105,15 @@ def sort_pairs_kernel(
         gdc_wait()
     expert = tl.program_id(0)
     pairs, bins = tl.arange(0, BLOCK), tl.arange(0, BINS)
-    counts = _count(ids_ptr, pairs, num_pairs, BINS)
+    there = pairs < num_pairs
+    ids = tl.load(ids_ptr + pairs, mask=there, other=-1)
+    counts = tl.histogram(tl.where(there, ids, 0), BINS, mask=there)
     row = tl.sum(tl.where(bins < expert, counts, 0), axis=0)
     end = row + tl.sum(tl.where(bins == expert, counts, 0), axis=0)
     tiles = (counts + block_m - 1) // block_m
     tile = tl.sum(tl.where(bins < expert, tiles, 0), axis=0)
+    is_own = ids == expert
+    places = tl.cumsum(is_own.to(tl.int32), axis=0) - 1
     for first in range(row, end, block_m):
         tile_ptr = tiles_ptr + tile + (first - row) // block_m
         tl.store(tile_ptr, expert)
@@ -115,17 +121,8 @@ def sort_pairs_kernel(
         tl.store(tile_ptr + 2 * tile_stride, end)
     if expert == 0:
         tl.store(num_tiles_ptr, tl.sum(tiles, axis=0))
-    is_own = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1) == expert
-    places = tl.cumsum(is_own.to(tl.int32), axis=0) - 1
     tl.store(pairs_ptr + tile * block_m + places, pairs, mask=is_own)
     tl.store(rows_ptr + pairs, row + places, mask=is_own)
-
-
-@triton.jit
-def _count(ids_ptr, pairs, num_pairs, BINS: tl.constexpr):
-    """How many of these pairs each expert has."""
-    mask = pairs < num_pairs
-    return tl.histogram(tl.load(ids_ptr + pairs, mask=mask, other=0), BINS, mask=mask)
 
 
 @triton.jit(do_not_specialize=["tile_stride"])

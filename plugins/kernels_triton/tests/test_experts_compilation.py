@@ -247,8 +247,8 @@ JOBS = {
     "route-128": route_job(128, 1),
     "route-64-and-2-shared": route_job(64, 1, 2),
     "route-256-in-8-groups-and-1-shared": route_job(256, 8, 1),
-    "sort-128": sort_job("sort", 128, 1),
-    "sort-4096": sort_job("sort", 4096, 16),
+    "sort-128": sort_job("sort", 128, 4),
+    "sort-4096": sort_job("sort", 4096, 8),
     "place": sort_job("place", 1024, 8),
     "place-512-experts": sort_job("place", 1024, 8, bins=512),
 }
