@@ -21,8 +21,6 @@ from nanovllm_core.kernels.device_functions import SamplingWorkspace, launch_par
 from nanovllm_kernels_triton import tail, tail_merge, tail_parts
 
 TILE = 2048
-MERGE_TILE = 1024
-"""Of the passes over a whole row. The larger it is, the longer their kernel takes to compile."""
 MAX_SPLITS = 16
 NUM_WARPS = 8
 TARGET_PROGRAMS = 2048
@@ -130,7 +128,7 @@ class TritonTail(CapturedTail):
         )
         tail_merge.tail_merge_kernel[(len(rows_B),)](
             *shared, out_B, self.logprobs, vocab_size=logits_BV.shape[1],
-            **numbers, **constants | {"TILE": MERGE_TILE}, maxnreg=MERGE_REGISTERS,
+            **numbers, **constants, maxnreg=MERGE_REGISTERS,
         )  # fmt: skip
 
     def captured_tensors(self) -> Mapping[str, Tensor]:

@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import sha256
 from inspect import getclosurevars
-from threading import Lock, Semaphore
+from threading import Lock
 from typing import Any
 
 import torch
@@ -20,14 +20,16 @@ from triton.runtime.cache import get_cache_manager
 from nanovllm_kernels_triton.compilers import CompileJob, Compilers
 
 NUM_HERE = 4
-"""Kernels that threads of this process compile at once: Python's lock has no room for more."""
+"""So many kernels are compiled by threads of this process, while the others import. For more at
+once Python's lock has no room."""
 
 
 class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no types
     """Within, every Triton kernel that is launched for the first time is compiled and loaded.
 
-    Threads do it. Kernels that are not in Triton's cache on disk are compiled by other processes
-    too, by default as many as there are processors, if those are more than a few.
+    Threads do it, with kernels from Triton's cache on disk. What is not there is compiled by other
+    processes but for the first kernels: at most `num_processes` at once, by default one on each
+    processor, if there are more than a few.
 
     Its launches do nothing within, so they must be of no effect anyway, as in a capture that is
     thrown away; other threads wait for the kernel and launch it. Leaving waits until all are
@@ -46,8 +48,7 @@ class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no typ
         """By the Triton function that the kernels are variants of."""
 
     def __enter__(self) -> Callable[[], bool]:
-        self._all_cached = True
-        self._here = Semaphore(NUM_HERE)
+        self._num_missing = 0
         self._compilers: Compilers | None = None
         super().__enter__()
         return self._is_needed
@@ -71,15 +72,13 @@ class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no typ
     ) -> Any:
         """Triton calls it for a kernel that is not in its memory; `store` puts one there."""
         job = _job(compile_kernel)
-        is_cached = _is_cached(key, job.source.name)
-        if not is_cached:
-            self._all_cached = False
-            if self._has_processes and self._compilers is None:
-                self._compilers = Compilers()
+        compilers = None if _is_cached(key, job.source.name) else self._compilers_for_next()
 
         def load() -> Any:
             with suppress(Exception), torch.cuda.device(self._device):
-                kernel = compile_kernel() if is_cached else self._compile(job, compile_kernel)
+                if compilers is not None:
+                    compilers.compile(job)
+                kernel = compile_kernel()  # which finds it in the cache then
                 # Variants mostly share a launcher, which the first has the C compiler make.
                 with self._loading[kernel.src.fn]:
                     kernel.run  # noqa: B018 - reading it loads the kernel
@@ -90,20 +89,16 @@ class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no typ
         store(left_out)  # else the next launch would come here, too
         return left_out
 
-    def _compile(self, job: CompileJob, compile_kernel: Callable[[], Any]) -> Any:
-        """By this thread while few of them compile; else by a process, where one can."""
-        if not self._here.acquire(blocking=False):
-            if self._compilers is not None and self._compilers.compile(job):
-                return compile_kernel()  # which finds it in the cache
-            self._here.acquire()
-        try:
-            return compile_kernel()
-        finally:
-            self._here.release()
+    def _compilers_for_next(self) -> Compilers | None:
+        """For a kernel that is not in the cache; None of the first few, and without processes."""
+        self._num_missing += 1
+        if self._has_processes and self._compilers is None:
+            self._compilers = Compilers()
+        return self._compilers if self._num_missing > NUM_HERE else None
 
     def _is_needed(self) -> bool:
         """Whether one of the kernels so far was not in Triton's cache on disk."""
-        return not self._all_cached
+        return self._num_missing > 0
 
 
 def _job(compile_kernel: Callable[[], Any]) -> CompileJob:
