@@ -63,36 +63,63 @@ def read_tile(row_ptr, first, vocab_size, TILE: tl.constexpr, edits):
 
 
 @triton.jit
-def find_threshold(
-    row_ptr, vocab_size, top, scale, target, edits,
-    BY_MASS: tl.constexpr, TILE: tl.constexpr, READ: tl.constexpr,
-):  # fmt: skip
-    """The largest key that weighs `target` or more with all above it, and the weight of those.
+def find_top(row_ptr, vocab_size, TILE: tl.constexpr):
+    """The row's largest logit."""
+    best = tl.full((TILE,), float("-inf"), tl.float32)
+    for first in range(0, vocab_size, TILE):
+        best = tl.maximum(best, read_tile(row_ptr, first, vocab_size, TILE, None))
+    return tl.max(best, axis=0)
 
-    Each lane adds up its own ids, in float32, and what the lanes have is added once a pass: sums
-    of whole tiles would cost more than reading them.
+
+@triton.jit
+def find_cut(
+    row_ptr, vocab_size, top_k, top_p, scale, top, edits, TILE: tl.constexpr, READ: tl.constexpr
+):  # fmt: skip
+    """What is kept of a row: all ids above the first result, a key, and at it the first `room`.
+
+    `top_k` int64; `scale` is log2(e) divided by the temperature; `top` the row's largest logit.
+    `READ` reads a tile of the row, as `read_tile` does, whose last argument `edits` is.
+
+    Passes 0 to 15 count the ids for `top_k`, pass 16 weighs those that are left, and passes 17 to
+    32 weigh for `top_p`. They are one loop, so that a kernel has the code of one pass: it takes
+    seconds to compile. In each, a lane adds up its own ids, in float32, and what the lanes have is
+    added at the end: sums of whole tiles would cost more than reading them.
     """
     lanes = tl.arange(0, TILE)
-    threshold = tl.full((), 0, tl.uint32)
-    above = target * 0.0
-    for step in range(16):
-        unit = tl.full((), 1, tl.uint32) << (30 - 2 * step)
+    is_counted = top_k < vocab_size
+    room, end_of_count = top_k, tl.full((), 0, tl.uint32)
+    # The search that goes on: the largest key that weighs `target` or more with all above it.
+    threshold, above = end_of_count, tl.full((), 0.0, tl.float64)
+    target = top_k.to(tl.float64)
+    for step in range(tl.where(is_counted, 0, 16), tl.where(top_p <= 1.0, 33, 16)):
+        by_mass = step >= 16
+        shift = tl.where(step == 16, 0, tl.where(by_mass, 64, 30) - 2 * step)
+        unit = tl.full((), 1, tl.uint32) << shift.to(tl.uint32)
         lane_1 = tl.zeros((TILE,), tl.float32)
         lane_2 = tl.zeros((TILE,), tl.float32)
         lane_3 = tl.zeros((TILE,), tl.float32)
         for first in range(0, vocab_size, TILE):
             x = READ(row_ptr, first, vocab_size, TILE, edits)
             key = to_key(x)
-            weight = weigh(x, top, scale)
-            if not BY_MASS:
-                weight = tl.where(first + lanes < vocab_size, 1.0, 0.0)
+            weight = tl.where(first + lanes < vocab_size, 1.0, 0.0)
+            if by_mass:
+                weight = weigh(x, top, scale)
             lane_1 += tl.where(key >= threshold + unit, weight, 0.0)
             lane_2 += tl.where(key >= threshold + 2 * unit, weight, 0.0)
             lane_3 += tl.where(key >= threshold + 3 * unit, weight, 0.0)
         weight_1 = tl.sum(lane_1.to(tl.float64), axis=0)
         weight_2 = tl.sum(lane_2.to(tl.float64), axis=0)
         weight_3 = tl.sum(lane_3.to(tl.float64), axis=0)
-        if weight_3 >= target:
+        if step == 16:
+            kept = weight_1
+            if is_counted:
+                room = top_k - above.to(tl.int64)
+                kept += room * weigh(to_float(threshold), top, scale)
+            # Above 0, so that the likeliest id stays however small top_p is.
+            target = tl.maximum(top_p * kept, 1e-30)
+            end_of_count, above = threshold, 0.0 * above
+            threshold = tl.full((), 0, tl.uint32)
+        elif weight_3 >= target:
             threshold += 3 * unit
         elif weight_2 >= target:
             threshold += 2 * unit
@@ -102,50 +129,17 @@ def find_threshold(
             above = weight_2
         else:
             above = weight_1
-    return threshold, above
-
-
-@triton.jit
-def find_cut(
-    row_ptr, vocab_size, top_k, top_p, scale, edits, TILE: tl.constexpr, READ: tl.constexpr
-):  # fmt: skip
-    """What is kept of a row: all ids above the first result, a key, and at it the first `room`.
-
-    `top_k` int64; `scale` is log2(e) divided by the temperature. `READ` reads a tile of the row, as
-    `read_tile` does, whose last argument `edits` is.
-    """
-    threshold = tl.full((), 0, tl.uint32)
-    room = top_k
-    if top_k < vocab_size:
-        threshold, above = find_threshold(
-            row_ptr, vocab_size, 0.0, 0.0, top_k.to(tl.float64), edits, False, TILE, READ
-        )
-        room = top_k - above.to(tl.int64)
 
     if top_p <= 1.0:
-        best = tl.full((TILE,), float("-inf"), tl.float32)
-        for first in range(0, vocab_size, TILE):
-            x = READ(row_ptr, first, vocab_size, TILE, edits)
-            best = tl.maximum(best, x)
-        top = tl.max(best, axis=0)
-        mass = tl.zeros((TILE,), tl.float32)
-        for first in range(0, vocab_size, TILE):
-            x = READ(row_ptr, first, vocab_size, TILE, edits)
-            mass += tl.where(to_key(x) > threshold, weigh(x, top, scale), 0.0)
-        kept = tl.sum(mass.to(tl.float64), axis=0)
-        if top_k < vocab_size:
-            kept += room * weigh(to_float(threshold), top, scale)
-        # Above 0, so that the likeliest id stays however small top_p is.
-        target = tl.maximum(top_p * kept, 1e-30)
-        end, above = find_threshold(
-            row_ptr, vocab_size, top, scale, target, edits, True, TILE, READ
-        )
-        share = weigh(to_float(end), top, scale)
+        share = weigh(to_float(threshold), top, scale)
         fits = tl.maximum(tl.ceil((target - above) / share), 1.0).to(tl.int64)
-        if end > threshold:
-            threshold, room = end, fits
-        elif end == threshold:
+        if threshold > end_of_count:
+            room = fits
+        elif threshold == end_of_count:
             room = tl.minimum(fits, room)
+        threshold = tl.maximum(threshold, end_of_count)
+    elif is_counted:
+        room = top_k - above.to(tl.int64)
     return threshold, room
 
 
@@ -174,7 +168,10 @@ def cut_top_k_top_p_kernel(
     scale = 1.4426950408889634 / tl.load(temperature_ptr + entry)
     top_k = tl.load(top_k_ptr + entry)
     top_p = tl.load(top_p_ptr + entry)
-    threshold, room = find_cut(row_ptr, vocab_size, top_k, top_p, scale, None, TILE, read_tile)
+    top = tl.full((), 0.0, tl.float32)
+    if top_p <= 1.0:
+        top = find_top(row_ptr, vocab_size, TILE)
+    threshold, room = find_cut(row_ptr, vocab_size, top_k, top_p, scale, top, None, TILE, read_tile)
     num_at = tl.full((), 0, tl.int64)
     for first in range(0, vocab_size, TILE):
         x = read_tile(row_ptr, first, vocab_size, TILE, None)

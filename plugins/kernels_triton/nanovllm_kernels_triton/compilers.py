@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import pickle
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from importlib import import_module
 from operator import attrgetter
+from threading import Thread
 from typing import Any
 
 import triton
@@ -106,7 +108,8 @@ class Compilers:
             ours, theirs = socket.socketpair()
             with ours:
                 with theirs:
-                    socket.send_fds(self._requests, [b"?"], [theirs.fileno()])
+                    module = job.source.fn.fn.__module__.encode()
+                    socket.send_fds(self._requests, [module], [theirs.fileno()])
                 ours.settimeout(COMPILE_SECONDS)
                 ours.sendall(data)
                 ours.shutdown(socket.SHUT_WR)
@@ -123,15 +126,24 @@ class Compilers:
 
 
 def serve(descriptor: int) -> None:
-    """Fork a process for each job, until the socket's other end is closed."""
-    import torch  # noqa: F401 - once for all children, whose kernels' modules import it
+    """Fork a process for each job, until the socket's other end is closed.
 
-    triton_key()  # read from many files, and kept
+    They share what is imported here, and run when the process that waits for them has no work.
+    """
+    hashing = Thread(target=triton_key)  # reads many files, once for all
+    hashing.start()
+    import torch  # noqa: F401
+
+    hashing.join()
+    gc.disable()  # a child lives for one kernel
+    os.nice(5)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children that have ended do not stay
     with socket.socket(fileno=descriptor) as requests, suppress(OSError):
         requests.send(b"!")
-        while descriptors := socket.recv_fds(requests, 1, 1)[1]:
-            with socket.socket(fileno=descriptors[0]) as job:
+        while (request := socket.recv_fds(requests, 1000, 1))[1]:
+            with socket.socket(fileno=request[1][0]) as job:
+                with suppress(Exception):  # it is the child's
+                    import_module(request[0].decode())
                 if os.fork() == 0:
                     requests.close()
                     _answer(job)

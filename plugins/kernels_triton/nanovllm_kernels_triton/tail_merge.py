@@ -141,7 +141,7 @@ def tail_merge_kernel(
                 )  # fmt: skip
             else:
                 chosen, num_found = choose_exactly(
-                    row_ptr, vocab_size, top_k.to(tl.int64), top_p, scale, edits, key_1, key_2,
+                    row_ptr, vocab_size, top_k.to(tl.int64), top_p, top, scale, edits, key_1, key_2,
                     row_values_ptr, row_ids_ptr, TILE, APPROXIMATE,
                 )  # fmt: skip
 
@@ -307,11 +307,13 @@ def choose_by_pivots(
 
 @triton.jit
 def choose_exactly(
-    row_ptr, vocab_size, top_k, top_p, scale, edits, key_1, key_2, values_ptr, ids_ptr,
+    row_ptr, vocab_size, top_k, top_p, top, scale, edits, key_1, key_2, values_ptr, ids_ptr,
     TILE: tl.constexpr, APPROXIMATE: tl.constexpr,
 ):  # fmt: skip
     """A row's token, cut wherever it is, and how many ids are kept; the slots get the first."""
-    threshold, room = find_cut(row_ptr, vocab_size, top_k, top_p, scale, edits, TILE, read_edited)
+    threshold, room = find_cut(
+        row_ptr, vocab_size, top_k, top_p, scale, top, edits, TILE, read_edited
+    )
     num_at = tl.full((), 0, tl.int64)
     num_kept = tl.full((), 0, tl.int32)
     lanes = tl.arange(0, TILE)

@@ -172,7 +172,7 @@ def find_likeliest(row_ptr, num_ids, want, edits, values_ptr, ids_ptr, TILE: tl.
 
     Of equal logits the lowest ids.
     """
-    threshold, room = find_cut(row_ptr, num_ids, want, 2.0, 1.0, edits, TILE, read_columns)
+    threshold, room = find_cut(row_ptr, num_ids, want, 2.0, 1.0, 0.0, edits, TILE, read_columns)
     num_at = tl.full((), 0, tl.int64)
     num_found = tl.full((), 0, tl.int32)
     lanes = tl.arange(0, TILE)
