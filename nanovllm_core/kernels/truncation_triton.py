@@ -111,9 +111,9 @@ def find_cut(
         weight_2 = tl.sum(lane_2.to(tl.float64), axis=0)
         weight_3 = tl.sum(lane_3.to(tl.float64), axis=0)
         if step == 16:
+            room = top_k - above.to(tl.int64)
             kept = weight_1
             if is_counted:
-                room = top_k - above.to(tl.int64)
                 kept += room * weigh(to_float(threshold), top, scale)
             # Above 0, so that the likeliest id stays however small top_p is.
             target = tl.maximum(top_p * kept, 1e-30)
@@ -138,7 +138,7 @@ def find_cut(
         elif threshold == end_of_count:
             room = tl.minimum(fits, room)
         threshold = tl.maximum(threshold, end_of_count)
-    elif is_counted:
+    else:
         room = top_k - above.to(tl.int64)
     return threshold, room
 
