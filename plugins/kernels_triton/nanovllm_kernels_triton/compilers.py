@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -83,6 +84,7 @@ class Compilers:
     def __init__(self) -> None:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._requests.settimeout(IMPORT_SECONDS)
+        self._is_closed = False
         name = "nanovllm compilers"  # for `ps`
         with theirs:
             self._process = subprocess.Popen(
@@ -100,24 +102,30 @@ class Compilers:
         return self._process.pid
 
     def compile(self, job: CompileJob) -> bool:
-        """Have a process put it into Triton's cache; False where none could. Threads may call."""
+        """Have a process put it into Triton's cache; False where none could. Threads may call.
+
+        Raises CancelledError where they are closed meanwhile: the kernel is not wanted any more.
+        """
         with suppress(OSError, AttributeError, TypeError, pickle.PicklingError):
             data = _dumps(job)
-            if not self._requests.recv(1, socket.MSG_PEEK):  # stays there, for all threads
-                return False
-            ours, theirs = socket.socketpair()
-            with ours:
-                with theirs:
-                    module = job.source.fn.fn.__module__.encode()
-                    socket.send_fds(self._requests, [module], [theirs.fileno()])
-                ours.settimeout(COMPILE_SECONDS)
-                ours.sendall(data)
-                ours.shutdown(socket.SHUT_WR)
-                return ours.recv(1) == b"!"
+            if self._requests.recv(1, socket.MSG_PEEK):  # stays there, for all threads
+                ours, theirs = socket.socketpair()
+                with ours:
+                    with theirs:
+                        module = job.source.fn.fn.__module__.encode()
+                        socket.send_fds(self._requests, [module], [theirs.fileno()])
+                    ours.settimeout(COMPILE_SECONDS)
+                    ours.sendall(data)
+                    ours.shutdown(socket.SHUT_WR)
+                    if ours.recv(1) == b"!":
+                        return True
+        if self._is_closed:
+            raise CancelledError
         return False
 
     def close(self) -> None:
-        """End all of its processes; threads that wait for one get False."""
+        """End all of its processes; threads that wait for one get CancelledError."""
+        self._is_closed = True
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
