@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable
@@ -19,17 +20,21 @@ from triton.runtime.cache import get_cache_manager
 
 from nanovllm_kernels_triton.compilers import CompileJob, Compilers
 
+logger = logging.getLogger(__name__)
+
 NUM_HERE = 4
 """So many kernels are compiled by threads of this process, while the others import. For more at
 once Python's lock has no room."""
+MOST = 16
+"""Processes that compile at once: a kernel takes one some 150 MB."""
 
 
 class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no types
     """Within, every Triton kernel that is launched for the first time is compiled and loaded.
 
     Threads do it, with kernels from Triton's cache on disk. What is not there is compiled by other
-    processes but for the first kernels: at most `num_processes` at once, by default one on each
-    processor, if there are more than a few.
+    processes but for the first kernels: at most `num_processes` at once, by default one for each
+    processor if there are more than a few, up to MOST.
 
     Its launches do nothing within, so they must be of no effect anyway, as in a capture that is
     thrown away; other threads wait for the kernel and launch it. Leaving waits until all are
@@ -40,7 +45,7 @@ class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no typ
     def __init__(self, num_processes: int | None = None) -> None:
         if num_processes is None:
             num_processors = len(os.sched_getaffinity(0))
-            num_processes = num_processors if num_processors > NUM_HERE else 0
+            num_processes = min(num_processors, MOST) if num_processors > NUM_HERE else 0
         super().__init__(ThreadPoolExecutor(NUM_HERE + num_processes))
         self._has_processes = num_processes > 0
         self._device = torch.cuda.current_device()
@@ -93,7 +98,11 @@ class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no typ
         """For a kernel that is not in the cache; None of the first few, and without processes."""
         self._num_missing += 1
         if self._has_processes and self._compilers is None:
-            self._compilers = Compilers()
+            try:
+                self._compilers = Compilers()
+            except OSError as error:
+                self._has_processes = False
+                logger.warning("threads compile all kernels, for no process can: %s", error)
         return self._compilers if self._num_missing > NUM_HERE else None
 
     def _is_needed(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import logging
 import os
 import pickle
 import signal
@@ -24,6 +25,8 @@ import triton
 from triton import JITFunction, knobs
 from triton.language import constexpr
 from triton.runtime.cache import triton_key
+
+logger = logging.getLogger(__name__)
 
 PROGRAM = """\
 import sys
@@ -77,14 +80,14 @@ def code_of(kernel: Any) -> str:
 class Compilers:
     """A process that has imported torch and Triton, and forks one for each job.
 
-    It starts at once and ends when it is closed, or when this process has ended. Its children hold
-    no GPU: CUDA would not survive a fork.
+    It starts at once, and ends when it is closed or this process has ended. Its children hold no
+    GPU: CUDA would not survive a fork. OSError where it cannot be started.
     """
 
     def __init__(self) -> None:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._requests.settimeout(IMPORT_SECONDS)
-        self._is_closed = False
+        self._is_closed = self._has_warned = False
         name = "nanovllm compilers"  # for `ps`
         with theirs:
             self._process = subprocess.Popen(
@@ -101,27 +104,40 @@ class Compilers:
         """The process id."""
         return self._process.pid
 
+    def __str__(self) -> str:
+        return f"the process that compiles kernels (process {self.pid})"
+
     def compile(self, job: CompileJob) -> bool:
         """Have a process put it into Triton's cache; False where none could. Threads may call.
 
         Raises CancelledError where they are closed meanwhile: the kernel is not wanted any more.
         """
         with suppress(OSError, AttributeError, TypeError, pickle.PicklingError):
-            data = _dumps(job)
-            if self._requests.recv(1, socket.MSG_PEEK):  # stays there, for all threads
-                ours, theirs = socket.socketpair()
-                with ours:
-                    with theirs:
-                        module = job.source.fn.fn.__module__.encode()
-                        socket.send_fds(self._requests, [module], [theirs.fileno()])
-                    ours.settimeout(COMPILE_SECONDS)
-                    ours.sendall(data)
-                    ours.shutdown(socket.SHUT_WR)
-                    if ours.recv(1) == b"!":
-                        return True
+            if self._has_started() and self._ask(job):
+                return True
         if self._is_closed:
             raise CancelledError
         return False
+
+    def _has_started(self) -> bool:
+        """Wait until it has imported everything; False where it has ended."""
+        has_started = bool(self._requests.recv(1, socket.MSG_PEEK))  # stays there, for all threads
+        if not (has_started or self._is_closed or self._has_warned):
+            self._has_warned = True
+            logger.warning("%s has ended: threads compile the kernels, which takes longer", self)
+        return has_started
+
+    def _ask(self, job: CompileJob) -> bool:
+        module = job.source.fn.fn.__module__.encode()
+        data = _dumps(job)
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                socket.send_fds(self._requests, [module], [theirs.fileno()])
+            ours.settimeout(COMPILE_SECONDS)
+            ours.sendall(data)
+            ours.shutdown(socket.SHUT_WR)
+            return ours.recv(1) == b"!"
 
     def close(self) -> None:
         """End all of its processes; threads that wait for one get CancelledError."""

@@ -142,12 +142,21 @@ seen["launched"] = len(launched)
 seen["by processes"] = sorted(size for size in is_hit if is_hit[size])
 seen["here"] = sorted(size for size in is_hit if not is_hit[size])
 seen["errors"] = errors
+warnings = []
+compilation.logger.warning = lambda text, *values: warnings.append(text % values)
+sys.executable = "/nowhere/python"
+with CompileAhead(num_processes=2):
+    for size in (256, 512, 1024, 2048):
+        fill[(1,)](x, SIZE=size)
+seen["without processes"] = sorted(size for size in is_hit if size >= 256 and not is_hit[size])
+seen["warnings"] = warnings
 print(json.dumps(seen))
 """
 
 JOBS = """
 import os, signal
 from triton.compiler import ASTSource, make_backend
+from nanovllm_kernels_triton import compilers as compilers_module
 from nanovllm_kernels_triton.compilers import CompileJob, Compilers
 
 @triton.jit
@@ -188,7 +197,11 @@ seen["one that was edited"] = later.compile(job(fill, 32))
 later.close()
 killed = Compilers()
 os.kill(killed.pid, signal.SIGKILL)
-seen["by killed ones"] = killed.compile(job(fill, 16))
+warnings = []
+compilers_module.logger.warning = lambda text, *values: warnings.append(text % values)
+seen["by killed ones"] = [killed.compile(job(fill, 16)) for _ in range(2)]
+[warning] = warnings
+seen["warning"] = warning.replace(str(killed.pid), "PID")
 killed.close()
 print(json.dumps(seen))
 """
@@ -238,13 +251,19 @@ def test_kernels_are_compiled_by_threads_and_launched_behind(tmp_path: Path) -> 
 
 
 def test_processes_compile_all_but_the_first_kernels(tmp_path: Path) -> None:
-    """Their kernels are found in the cache; what fails there raises here, as ever."""
+    """Their kernels are found in the cache; what fails there raises here, as ever.
+
+    Where no process can be started, threads compile all of them, and a warning says so.
+    """
+    reason = "[Errno 2] No such file or directory: '/nowhere/python'"
     assert run(tmp_path, BY_PROCESSES) == {
         "needed": True,
         "launched": 7,
         "by processes": [2, 8, 16, 32, 64, 128],
         "here": [1],
         "errors": ["CompilationError", "CompilationError"],
+        "without processes": [256, 512, 1024, 2048],
+        "warnings": [f"threads compile all kernels, for no process can: {reason}"],
     }
 
 
@@ -258,7 +277,9 @@ def test_compilers_say_what_they_could_not_compile_and_end_when_closed(tmp_path:
         "one that cannot be sent": False,
         "closed": "CancelledError",
         "ended": True,
-        "by killed ones": False,
+        "by killed ones": [False, False],
+        "warning": "the process that compiles kernels (process PID) has ended: threads compile "
+        "the kernels, which takes longer",
     }
 
 
