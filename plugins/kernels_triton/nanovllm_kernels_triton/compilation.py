@@ -26,7 +26,7 @@ NUM_HERE = 4
 """So many kernels are compiled by threads of this process, while the others import. For more at
 once Python's lock has no room."""
 MOST = 16
-"""Processes that compile at once: a kernel takes one some 150 MB."""
+"""Processes that compile at once: each takes some 100 MB."""
 
 
 class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no types
