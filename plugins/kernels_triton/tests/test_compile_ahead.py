@@ -203,18 +203,12 @@ seen["by killed ones"] = [killed.compile(job(fill, 16)) for _ in range(2)]
 [warning] = warnings
 seen["warning"] = warning.replace(str(killed.pid), "PID")
 killed.close()
-print(json.dumps(seen))
-"""
-
-ORPHANS = """
-import os, signal
-from nanovllm_kernels_triton.compilers import Compilers
-print(json.dumps({"pid": Compilers().pid}), flush=True)
+print(json.dumps([seen, Compilers().pid]), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def run(tmp_path: Path, program: str, status: int = 0) -> dict[str, Any]:
+def run(tmp_path: Path, program: str, status: int = 0) -> Any:
     """The facts that the program prints, run by a process of its own with an empty cache."""
     (tmp_path / "kernels.py").write_text(KERNELS)
     file = tmp_path / "program.py"
@@ -268,8 +262,12 @@ def test_processes_compile_all_but_the_first_kernels(tmp_path: Path) -> None:
 
 
 def test_compilers_say_what_they_could_not_compile_and_end_when_closed(tmp_path: Path) -> None:
-    """A kernel that fails, cannot be found or sent, or was edited: False, as from killed ones."""
-    assert run(tmp_path, JOBS) == {
+    """A kernel that fails, cannot be found or sent, or was edited: False, as from killed ones.
+
+    They end too where the process that started them is killed, even while they import.
+    """
+    seen, orphan = run(tmp_path, JOBS, -signal.SIGKILL)
+    assert seen == {
         "a kernel": True,
         "one that fails": False,
         "one of the main module": False,
@@ -281,12 +279,7 @@ def test_compilers_say_what_they_could_not_compile_and_end_when_closed(tmp_path:
         "warning": "the process that compiles kernels (process PID) has ended: threads compile "
         "the kernels, which takes longer",
     }
-
-
-def test_compilers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
-    """Also when it is killed while they import."""
-    pid = run(tmp_path, ORPHANS, -signal.SIGKILL)["pid"]
-    command = Path(f"/proc/{pid}/cmdline")
+    command = Path(f"/proc/{orphan}/cmdline")
     end = time.monotonic() + 30
     while command.exists() and command.read_bytes():  # a zombie has none
         assert time.monotonic() < end, "it runs after 30 s"
