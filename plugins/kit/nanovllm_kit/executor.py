@@ -165,10 +165,10 @@ class ExecutorConformance(SpecConformance):
         monkeypatch.setattr(Worker, "collect", held_back)
         ahead = SETTINGS["steps_ahead"]
         with self.started(plugin, setup) as (executor, _):
-            for plan in two_prompts()[:ahead]:
+            for plan in two_prompts(first_epoch=4)[:ahead]:
                 call(executor.submit, plan)
-            executor.collect()
-        with self.started(plugin, setup) as (executor, _):
+            for _ in range(ahead):
+                executor.collect()
             for step, plan in enumerate(constrained_plans()[:ahead]):
                 call(executor.submit, plan)
                 call(executor.sample, masks_of(step))
@@ -176,14 +176,15 @@ class ExecutorConformance(SpecConformance):
         if not asked:
             pytest.skip("its worker is no Worker of this process, so out of reach")
 
-    @pytest.mark.parametrize("ahead", [1, 3])
     def test_results_come_in_the_order_of_the_plans_however_late(
-        self, plugin: PluginUnderTest, setup: WorkerSetup, ahead: int
+        self, plugin: PluginUnderTest, setup: WorkerSetup
     ) -> None:
-        """Several steps are submitted before the first is collected; nothing changes."""
+        """One or several steps are submitted before the first is collected; nothing changes."""
         with self.started(plugin, setup) as (executor, _):
             at_once = run(executor, two_prompts(), ahead=0)
-            assert_same(run(executor, two_prompts(first_epoch=4), ahead=ahead), at_once)
+            for ahead in (1, 3):
+                again = two_prompts(first_epoch=4 * ahead)
+                assert_same(run(executor, again, ahead=ahead), at_once)
 
     def test_a_plan_without_the_rows_of_its_epoch_is_refused(
         self, plugin: PluginUnderTest, setup: WorkerSetup
@@ -195,21 +196,22 @@ class ExecutorConformance(SpecConformance):
             with pytest.raises(NanoVLLMError, match=r"epoch 7\b.*epoch 2\b"):
                 run(executor, [steady], ahead=0)
 
-    @pytest.mark.parametrize("ahead", [0, 1])
     def test_a_step_in_two_parts_chooses_among_the_allowed_ids(
-        self, plugin: PluginUnderTest, setup: WorkerSetup, ahead: int
+        self, plugin: PluginUnderTest, setup: WorkerSetup
     ) -> None:
         """Masks that come after the plan count, at once, for their own rows and steps alone.
 
         Of the last step both rows have ended on the host: it is sampled without masks.
-        With `ahead` the step before is collected between the two parts.
+        The step before is collected before the first part, and in a second run between the two.
         """
         with self.started(plugin, setup) as (executor, _):
-            actual = run_in_two_parts(executor, ahead)
+            actual = run_in_two_parts(executor, ahead=0)
+            between = run_in_two_parts(executor, ahead=1)
         reference = SingleProcessExecutor(plugin.options)
         try:
             reference.start(setup)
-            assert_same(actual, run_in_two_parts(reference, ahead))
+            assert_same(actual, run_in_two_parts(reference, ahead=0))
+            assert_same(between, run_in_two_parts(reference, ahead=1))
         finally:
             reference.close()
         constrained = [outcome.token_ids[:2] for outcome in actual[:-1]]
@@ -236,23 +238,21 @@ class ExecutorConformance(SpecConformance):
             ):
                 launch(executor, calls)
 
-    def test_a_row_ends_at_its_length_and_is_padding_from_then_on(
+    def test_a_row_ends_at_its_length_or_a_stop_id_and_is_padding_from_then_on(
         self, plugin: PluginUnderTest, setup: WorkerSetup
     ) -> None:
-        """`finished` with the last token; later steps that still name the row give PADDED."""
+        """`finished` with the last token; later steps that still name the row give PADDED.
+
+        The device checks the length and the ids that the row was admitted with.
+        """
         with self.started(plugin, setup) as (executor, _):
             plans = [admit({0: PROMPTS[0]}, max_length=len(PROMPTS[0]) + 2), *decodes((0,), 3)]
             results = run(executor, plans, ahead=3)
+            again = admit({0: PROMPTS[0]}, stop=results[0].token_ids, epoch=3)
+            last, padding = run(executor, [again, *decodes((0,), 1, epoch=4)], ahead=1)
         assert [result.finished for result in results[:2]] == [(False,), (True,)]
         assert all(result.token_ids == (PADDED,) for result in results[2:])
-
-    def test_a_row_ends_at_a_stop_id(self, plugin: PluginUnderTest, setup: WorkerSetup) -> None:
-        """The device checks the ids that the row was admitted with."""
-        with self.started(plugin, setup) as (executor, _):
-            [first] = run(executor, [admit({0: PROMPTS[0]})], ahead=0)
-            again = admit({0: PROMPTS[0]}, stop=first.token_ids, epoch=2)
-            last, padding = run(executor, [again, *decodes((0,), 1, epoch=3)], ahead=1)
-        assert (last.token_ids, last.finished) == (first.token_ids, (True,))
+        assert (last.token_ids, last.finished) == (results[0].token_ids, (True,))
         assert padding.token_ids == (PADDED,)
 
     def test_a_row_may_change_hands(self, plugin: PluginUnderTest, setup: WorkerSetup) -> None:
@@ -267,14 +267,20 @@ class ExecutorConformance(SpecConformance):
         assert_same(again, first)
         assert other != first
 
-    def test_closing_twice_is_fine(self, plugin: PluginUnderTest, setup: WorkerSetup) -> None:
-        """After work, with steps in flight, and before a start."""
+    def test_closing_twice_is_fine_and_work_is_refused_from_then_on(
+        self, plugin: PluginUnderTest, setup: WorkerSetup
+    ) -> None:
+        """After work, with steps in flight, and before a start; an error comes, and no wait."""
         plugin.load()(plugin.options).close()
         with self.started(plugin, setup) as (executor, _):
             for plan in two_prompts()[:3]:
                 executor.submit(plan)
             executor.close()
             executor.close()
+            with pytest.raises(NanoVLLMError):
+                executor.submit(two_prompts()[0])
+            with pytest.raises(NanoVLLMError):
+                executor.collect()
 
     def test_two_executors_live_side_by_side(
         self, plugin: PluginUnderTest, setup: WorkerSetup
@@ -297,17 +303,6 @@ class ExecutorConformance(SpecConformance):
                 executor.start(replace(setup, config=config))
         finally:
             executor.close()
-
-    def test_after_closing_work_is_refused(
-        self, plugin: PluginUnderTest, setup: WorkerSetup
-    ) -> None:
-        """With an error of the project, not by waiting for ever."""
-        with self.started(plugin, setup) as (executor, _):
-            executor.close()
-            with pytest.raises(NanoVLLMError):
-                executor.submit(two_prompts()[0])
-            with pytest.raises(NanoVLLMError):
-                executor.collect()
 
 
 def with_windows(setup: WorkerSetup) -> WorkerSetup:

@@ -329,15 +329,14 @@ def test_a_worker_that_serves_an_epoch_whose_rows_it_lacks_is_caught(
 
 
 @pytest.mark.parametrize("executor", [SamplesAtOnce, SamplesLate, FirstMask, NoEmptyMasks])
-@pytest.mark.parametrize("ahead", [0, 1])
 def test_masks_that_are_lost_or_late_are_caught(
-    executor: type[SingleProcessExecutor], ahead: int, setup: WorkerSetup
+    executor: type[SingleProcessExecutor], setup: WorkerSetup
 ) -> None:
     """A row would choose what its grammar forbids."""
     check = SUITE.test_a_step_in_two_parts_chooses_among_the_allowed_ids
     with pytest.raises((AssertionError, ExecutorError), match=r"token ids of step|no step is in"):
-        check(plugin(executor), setup, ahead)
-    check(plugin(Right), setup, ahead)
+        check(plugin(executor), setup)
+    check(plugin(Right), setup)
 
 
 def test_parts_that_are_put_in_order_silently_are_caught(setup: WorkerSetup) -> None:
