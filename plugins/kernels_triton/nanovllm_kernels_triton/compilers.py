@@ -95,7 +95,7 @@ class Compilers:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # a kernel that fails is compiled again, and says why
-                env=os.environ | {"TRITON_CACHE_DIR": knobs.cache.dir},
+                env=os.environ | {"TRITON_CACHE_DIR": knobs.cache.dir, "PYTHONWARNINGS": "ignore"},
                 process_group=0,  # Ctrl-C in a terminal does not reach it
             )
 

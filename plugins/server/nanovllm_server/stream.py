@@ -37,6 +37,8 @@ DONE = b"data: [DONE]\n\n"
 MAX_LOGPROBS_AT_ONCE = 512
 """Of the events that a stream encodes while the event loop waits, alternatives included: so many
 take 2 to 4 ms."""
+MOST_AT_LAST = 16 * 1024
+"""Bytes of a whole answer that are sent when its places are free: a socket takes them at once."""
 encode = msgspec.json.encode
 Choice = tuple[int, RequestOutput]
 """The index of a choice in the answer, and its next output."""
@@ -204,7 +206,9 @@ class Answer(Response):
     async def _run(self, send: Send) -> None:
         try:
             with self.work.admission.enter(self.work.num_choices):
-                await self._answer(send)
+                last = await self._answer(send)
+            # Behind it: a client that has read all may ask another front at once.
+            await send({"type": "http.response.body", "body": last})
         except Exception as error:
             await self._fail(of_engine(error, self.work.prompt_field), send)
 
@@ -221,8 +225,8 @@ class Answer(Response):
                 yield choices
 
     @abstractmethod
-    async def _answer(self, send: Send) -> None:
-        """Do the work, and send what it gives."""
+    async def _answer(self, send: Send) -> bytes:
+        """Do the work, and send what it gives, but for the last bytes, which it returns."""
 
     @abstractmethod
     async def _fail(self, error: ApiError, send: Send) -> None:
@@ -232,7 +236,7 @@ class Answer(Response):
 class WholeAnswer(Answer):
     """One JSON, when every choice has ended."""
 
-    async def _answer(self, send: Send) -> None:
+    async def _answer(self, send: Send) -> bytes:
         last: dict[int, RequestOutput] = {}
         async for choices in self._outputs():
             last.update((index, output) for index, output in choices if output.finished)
@@ -241,7 +245,11 @@ class WholeAnswer(Answer):
             body = self._encode(ordered)
         else:  # Those of a long answer take seconds, in which the event loop serves others.
             body = await asyncio.to_thread(self._encode, ordered)
-        await _send_json(send, 200, body)
+        headers = [*JSON_HEADERS, (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if first := body[:-MOST_AT_LAST]:
+            await send({"type": "http.response.body", "body": first, "more_body": True})
+        return body[-MOST_AT_LAST:]
 
     def _encode(self, outputs: dict[int, RequestOutput]) -> bytes:
         return encode(self.shape.whole(outputs, self.usage))
@@ -260,15 +268,17 @@ class EventStream(Answer):
         self.options = options
         self._opened: set[int] = set()
 
-    async def _answer(self, send: Send) -> None:
+    async def _answer(self, send: Send) -> bytes:
         async for choices in self._outputs():
             for place, part in enumerate(_parts(choices, self.work.params.logprobs)):
                 if place:
                     await asyncio.sleep(0)  # Others go on between two parts.
                 if events := self._events(part):
-                    await self._send(send, events)
+                    await self._start(send)
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
+        await self._start(send)
         last = self.shape.usage_event(self.usage) if self.options.include_usage else b""
-        await self._send(send, last + DONE, more=False)
+        return last + DONE
 
     def _events(self, choices: Sequence[Choice]) -> bytes:
         """The events of some outputs; b"" where they have nothing to tell."""
@@ -287,16 +297,16 @@ class EventStream(Answer):
 
     async def _fail(self, error: ApiError, send: Send) -> None:
         if self.has_started:
-            await self._send(send, b"data: %b\n\n" % encode(error.body), more=False)
+            event = b"data: %b\n\n" % encode(error.body)
+            await send({"type": "http.response.body", "body": event})
         else:
             await send_error(send, error)
 
-    async def _send(self, send: Send, events: bytes, more: bool = True) -> None:
+    async def _start(self, send: Send) -> None:
         if not self.has_started:
             self.has_started = True
             start = {"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS}
             await send(start)
-        await send({"type": "http.response.body", "body": events, "more_body": more})
 
 
 def answer(work: Work, shape: Shape, options: StreamOptions | None) -> Response:
@@ -344,12 +354,6 @@ def _pieces(output: RequestOutput, most: int) -> Iterator[RequestOutput]:
             new_text="" if start else output.new_text,
             finish_reason=None if num_left else output.finish_reason,
         )
-
-
-async def _send_json(send: Send, status: int, body: bytes) -> None:
-    headers = [*JSON_HEADERS, (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 async def _until_gone(receive: Receive) -> None:

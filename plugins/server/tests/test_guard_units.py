@@ -209,6 +209,22 @@ def test_concurrent_requests_of_a_client_are_bounded_and_given_back() -> None:
     assert asyncio.run(main()) == [429, 200]
 
 
+def test_a_client_that_has_read_all_of_an_answer_may_send_the_next_request() -> None:
+    """Even to another front, which sees the count of this one."""
+    ledger = Ledger.create(columns=2)
+    other = Rates(echo, max_concurrent=1, ledger=second_front(ledger))
+    statuses: list[int] = []
+
+    async def send(message: Message) -> None:
+        statuses.append((await call(other, scope_of())).status)
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"{}"}
+
+    asyncio.run(Rates(echo, max_concurrent=1, ledger=ledger)(scope_of(), receive, send))
+    assert statuses == [429, 200]  # before the answer's first bytes, and before its last
+
+
 # -- the queue
 
 

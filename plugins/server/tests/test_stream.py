@@ -286,6 +286,34 @@ def test_what_a_step_gives_to_all_choices_goes_out_together(
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_the_last_bytes_of_an_answer_go_out_when_its_places_are_free(
+    stream: bool, llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that has read all of it, and asks another front at once, finds them free."""
+    monkeypatch.setattr(stream_module, "MOST_AT_LAST", 8)
+    response = make_answer(llm, stream)
+    taken: list[int] = []
+    sent: Sent = []
+
+    async def send(message: Mapping[str, Any]) -> None:
+        taken.append(response.work.admission.taken)
+        sent.append(dict(message))
+
+    call(response, send)
+    assert taken == [*[1] * (len(sent) - 1), 0]
+    assert [message.get("more_body", False) for message in sent[1:]] == [
+        *[True] * (len(sent) - 2),
+        False,
+    ]
+    assert len(sent[-1]["body"]) == (len(stream_module.DONE) if stream else 8)
+    body = b"".join(message.get("body", b"") for message in sent)
+    if stream:
+        assert body.endswith(stream_module.DONE)
+    else:
+        assert json.loads(body)["usage"]["completion_tokens"] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_aborts_its_request_at_once(stream: bool, llm: AsyncLLM) -> None:
     """Also one that reads nothing: `send` waits for it then."""
     steps = llm.stats.steps

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm_server.errors import ApiError
 from nanovllm_server.guard.asgi import SAFE_METHODS, retry_after, send_error
@@ -83,10 +84,16 @@ class Rates:
         if refusal is not None:
             await send_error(send, refusal)
             return
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._ledger.add(row, -1)
+        with ExitStack() as held:
+            held.callback(self._ledger.add, row, -1)
+
+            async def send_last_when_free(message: Message) -> None:
+                # A client that has read all may ask another front at once.
+                if message["type"] == "http.response.body" and not message.get("more_body"):
+                    held.close()
+                await send(message)
+
+            await self._app(scope, receive, send_last_when_free)
 
     def _allowance(self, key: ApiKey | None) -> Allowance:
         rate, burst, concurrent = self._requests_per_minute, self._burst, self._max_concurrent
