@@ -23,7 +23,7 @@ from nanovllm_kernels_triton.compilers import CompileJob, Compilers
 logger = logging.getLogger(__name__)
 
 NUM_HERE = 4
-"""So many kernels are compiled by threads of this process, while the others import. For more at
+"""The first kernels, which threads of this process compile while the processes import. For more at
 once Python's lock has no room."""
 MOST = 16
 """Processes that compile at once: each takes some 100 MB."""

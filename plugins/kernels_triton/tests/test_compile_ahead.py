@@ -155,7 +155,7 @@ print(json.dumps(seen))
 
 JOBS = """
 import os, signal
-from triton.compiler import ASTSource, make_backend
+from triton.compiler import ASTSource
 from nanovllm_kernels_triton import compilers as compilers_module
 from nanovllm_kernels_triton.compilers import CompileJob, Compilers
 

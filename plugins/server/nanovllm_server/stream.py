@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from nanovllm_core.engine import EngineLimits
 from nanovllm_server.bodies import StreamOptions
 from nanovllm_server.errors import ApiError, of_engine
 from nanovllm_server.guard.admission import Admission
-from nanovllm_server.guard.asgi import send_error
+from nanovllm_server.guard.asgi import freeing, send_error
 from nanovllm_server.guard.prompts import check_logprobs
 from nanovllm_server.watch.trace_context import trace_labels
 
@@ -205,10 +205,9 @@ class Answer(Response):
 
     async def _run(self, send: Send) -> None:
         try:
-            with self.work.admission.enter(self.work.num_choices):
-                last = await self._answer(send)
-            # Behind it: a client that has read all may ask another front at once.
-            await send({"type": "http.response.body", "body": last})
+            with ExitStack() as held:
+                held.enter_context(self.work.admission.enter(self.work.num_choices))
+                await self._answer(freeing(send, held))
         except Exception as error:
             await self._fail(of_engine(error, self.work.prompt_field), send)
 
@@ -225,8 +224,8 @@ class Answer(Response):
                 yield choices
 
     @abstractmethod
-    async def _answer(self, send: Send) -> bytes:
-        """Do the work, and send what it gives, but for the last bytes, which it returns."""
+    async def _answer(self, send: Send) -> None:
+        """Do the work, and send what it gives."""
 
     @abstractmethod
     async def _fail(self, error: ApiError, send: Send) -> None:
@@ -236,7 +235,7 @@ class Answer(Response):
 class WholeAnswer(Answer):
     """One JSON, when every choice has ended."""
 
-    async def _answer(self, send: Send) -> bytes:
+    async def _answer(self, send: Send) -> None:
         last: dict[int, RequestOutput] = {}
         async for choices in self._outputs():
             last.update((index, output) for index, output in choices if output.finished)
@@ -245,11 +244,7 @@ class WholeAnswer(Answer):
             body = self._encode(ordered)
         else:  # Those of a long answer take seconds, in which the event loop serves others.
             body = await asyncio.to_thread(self._encode, ordered)
-        headers = [*JSON_HEADERS, (b"content-length", b"%d" % len(body))]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        if first := body[:-MOST_AT_LAST]:
-            await send({"type": "http.response.body", "body": first, "more_body": True})
-        return body[-MOST_AT_LAST:]
+        await _send_json(send, 200, body)
 
     def _encode(self, outputs: dict[int, RequestOutput]) -> bytes:
         return encode(self.shape.whole(outputs, self.usage))
@@ -268,17 +263,15 @@ class EventStream(Answer):
         self.options = options
         self._opened: set[int] = set()
 
-    async def _answer(self, send: Send) -> bytes:
+    async def _answer(self, send: Send) -> None:
         async for choices in self._outputs():
             for place, part in enumerate(_parts(choices, self.work.params.logprobs)):
                 if place:
                     await asyncio.sleep(0)  # Others go on between two parts.
                 if events := self._events(part):
-                    await self._start(send)
-                    await send({"type": "http.response.body", "body": events, "more_body": True})
-        await self._start(send)
+                    await self._send(send, events)
         last = self.shape.usage_event(self.usage) if self.options.include_usage else b""
-        return last + DONE
+        await self._send(send, last + DONE, more=False)
 
     def _events(self, choices: Sequence[Choice]) -> bytes:
         """The events of some outputs; b"" where they have nothing to tell."""
@@ -297,16 +290,16 @@ class EventStream(Answer):
 
     async def _fail(self, error: ApiError, send: Send) -> None:
         if self.has_started:
-            event = b"data: %b\n\n" % encode(error.body)
-            await send({"type": "http.response.body", "body": event})
+            await self._send(send, b"data: %b\n\n" % encode(error.body), more=False)
         else:
             await send_error(send, error)
 
-    async def _start(self, send: Send) -> None:
+    async def _send(self, send: Send, events: bytes, more: bool = True) -> None:
         if not self.has_started:
             self.has_started = True
             start = {"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS}
             await send(start)
+        await send({"type": "http.response.body", "body": events, "more_body": more})
 
 
 def answer(work: Work, shape: Shape, options: StreamOptions | None) -> Response:
@@ -354,6 +347,14 @@ def _pieces(output: RequestOutput, most: int) -> Iterator[RequestOutput]:
             new_text="" if start else output.new_text,
             finish_reason=None if num_left else output.finish_reason,
         )
+
+
+async def _send_json(send: Send, status: int, body: bytes) -> None:
+    headers = [*JSON_HEADERS, (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    if first := body[:-MOST_AT_LAST]:
+        await send({"type": "http.response.body", "body": first, "more_body": True})
+    await send({"type": "http.response.body", "body": body[-MOST_AT_LAST:]})
 
 
 async def _until_gone(receive: Receive) -> None:

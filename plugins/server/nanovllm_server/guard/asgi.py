@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -48,6 +49,20 @@ async def send_error(send: Send, error: ApiError, *, close: bool = False) -> Non
     pairs = [(key.encode(), value.encode("latin-1")) for key, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": pairs})
     await send({"type": "http.response.body", "body": body, "more_body": close})
+
+
+def freeing(send: Send, held: ExitStack) -> Send:
+    """A `send` that gives back what a request holds before the last bytes of its answer go out.
+
+    A client that has read all of it may ask another front at once.
+    """
+
+    async def free_and_send(message: Message) -> None:
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            held.close()
+        await send(message)
+
+    return free_and_send
 
 
 class SentResponse:

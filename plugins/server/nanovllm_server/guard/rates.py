@@ -7,10 +7,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanovllm_server.errors import ApiError
-from nanovllm_server.guard.asgi import SAFE_METHODS, retry_after, send_error
+from nanovllm_server.guard.asgi import SAFE_METHODS, freeing, retry_after, send_error
 from nanovllm_server.guard.keys import ApiKey
 from nanovllm_server.guard.ledger import Ledger
 
@@ -86,14 +86,7 @@ class Rates:
             return
         with ExitStack() as held:
             held.callback(self._ledger.add, row, -1)
-
-            async def send_last_when_free(message: Message) -> None:
-                # A client that has read all may ask another front at once.
-                if message["type"] == "http.response.body" and not message.get("more_body"):
-                    held.close()
-                await send(message)
-
-            await self._app(scope, receive, send_last_when_free)
+            await self._app(scope, receive, freeing(send, held))
 
     def _allowance(self, key: ApiKey | None) -> Allowance:
         rate, burst, concurrent = self._requests_per_minute, self._burst, self._max_concurrent
