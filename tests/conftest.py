@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
+
+from .environments import made_once
 
 ROOT = Path(__file__).parents[1]
 DISTRIBUTIONS = [
@@ -28,18 +28,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Every distribution's wheel by its name in the file, the core's first, examples' last.
-
-    One worker of a run builds them, for all workers.
-    """
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent  # each worker has a folder of its own in it
-    folder = shared / "dist"
-    with FileLock(shared / "dist.lock", timeout=600):
-        if not folder.exists():
-            build_wheels(shared / "building", *DISTRIBUTIONS)
-            (shared / "building").rename(folder)
+    """Every distribution's wheel by its name in the file, the core's first, examples' last."""
+    folder = made_once(tmp_path_factory, "dist", lambda into: build_wheels(into, *DISTRIBUTIONS))
     found = {wheel.name.partition("-")[0]: wheel for wheel in sorted(folder.glob("*.whl"))}
     assert len(found) == len(DISTRIBUTIONS)
     return dict(sorted(found.items(), key=lambda item: _order(item[0])))

@@ -1,12 +1,44 @@
-"""Environments that are made for one test."""
+"""Folders and environments that are made for tests."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+FREEZE = """
+import gc
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
+"""
+
+
+def freeze_what_is_imported(folder: Path) -> None:
+    """Let a pytest in `folder` collect garbage as the one here does: see the root's conftest.py."""
+    (folder / "conftest.py").write_text(FREEZE)
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """A folder that `make` fills: one worker of a run makes it, for all workers."""
+    shared = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent  # each worker has a folder of its own in it
+    folder = shared / name
+    with FileLock(shared / f"{name}.lock", timeout=600):
+        if not folder.exists():
+            make(shared / f"{name}-in-the-making")
+            (shared / f"{name}-in-the-making").rename(folder)
+    return folder
 
 
 def make_environment(folder: Path) -> Path:

@@ -16,6 +16,8 @@ import pytest
 
 from nanovllm_core.registry.kinds import EXTENSION_GROUP, KIND_GROUP, KINDS
 
+from .environments import freeze_what_is_imported, made_once
+
 ROOT = Path(__file__).parents[1]
 DOORS = {f"nanovllm_core.{door}" for door in ("api", "frontend", "kernels", "layers", "worker")} | {
     "nanovllm_kit",
@@ -82,7 +84,10 @@ def test_a_page_s_plugin_is_as_short_as_is_said(page: Path) -> None:
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The packages of all pages, in `source`, and installed by pip, in `site`."""
-    folder = tmp_path_factory.mktemp("pages")
+    return made_once(tmp_path_factory, "pages", install_pages)
+
+
+def install_pages(folder: Path) -> None:
     packages = [write(page, folder / "source" / page.stem) for page in PAGES]
     subprocess.run(
         [
@@ -92,7 +97,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ],
         check=True,
     )
-    return folder
 
 
 def run(installed: Path, *arguments: str | Path, **variables: str) -> str:
@@ -119,6 +123,7 @@ def test_the_plugins_of_the_pages_pass_their_suites(installed: Path) -> None:
         file for page in PAGES for file in (installed / "source" / page.stem).glob("test_*.py")
     ]
     report = installed / "report.xml"
+    freeze_what_is_imported(installed)
     options = ("-q", "-p", "no:cacheprovider", "--import-mode=importlib")
     arguments = ("-m", "pytest", *options, "--rootdir", installed, "--junitxml", report, *tests)
     run(installed, *arguments, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")

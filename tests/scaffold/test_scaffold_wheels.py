@@ -11,7 +11,7 @@ import pytest
 
 from nanovllm_kit.scaffold import TEMPLATES, new_plugin
 
-from ..environments import make_environment
+from ..environments import freeze_what_is_imported, make_environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,6 +58,7 @@ def test_the_packages_of_all_kinds_install_and_pass_their_tests(
         name = f"nanovllm-{package.name.replace('_', '-')}"
         assert states[name] == "ready", states
 
+    freeze_what_is_imported(tmp_path)
     passed = run(
         *(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib"),
         *(package / "tests" for package in packages),

@@ -287,7 +287,7 @@ JOBS = {
     },
     **{
         f"hopper prefill-{dtype}-d{size}-group{group}": hopper_job(dtype, size, group)
-        for dtype, size, group in (("bf16", 128, 2), ("fp16", 128, 8), ("bf16", 128, 5))
+        for dtype, size, group in (("bf16", 128, 2), ("bf16", 128, 5))
     },
     **{
         f"decode {kind}-bf16-d{size}-block{block_size}-group{group}"
@@ -296,28 +296,19 @@ JOBS = {
             "bf16", size, block_size, group, rows, window, cap
         )
         for kind, rows, size, block_size, group, window, cap in (
-            ("few", 8, 80, 256, 1, None, None),
+            # With a window and a cap a kernel takes the most.
             ("few", 8, 80, 16, 2, 1024, 50.0),
-            ("whole", 16, 80, 256, 1, None, None),
+            ("few", 8, 128, 16, 8, 1024, 50.0),
             ("whole", 16, 128, 16, 8, 1024, 50.0),
-            ("six", 24, 80, 256, 1, None, None),
             ("six", 24, 128, 16, 8, 1024, 50.0),
             ("three", 48, 80, 256, 1, None, None),
             ("three", 48, 128, 16, 8, 1024, 50.0),
-            ("four", 64, 80, 256, 1, None, None),
             ("four", 64, 128, 16, 8, 1024, 50.0),
             ("many", 256, 80, 16, 1, None, None),
-            ("few", 8, 96, 256, 2, 1024, None),
             ("many", 256, 96, 256, 2, None, 50.0),
-            ("few", 8, 64, 256, 4, 1024, None),
-            ("few", 8, 128, 256, 2, 1024, None),
-            ("few", 8, 128, 256, 2, None, 50.0),
-            ("few", 8, 128, 16, 8, 1024, 50.0),
             ("many", 256, 128, 256, 2, 1024, 50.0),
             ("wide", 16, 256, 16, 1, None, None),
-            ("wide", 16, 256, 256, 2, None, None),
             ("wide", 16, 256, 256, 2, 1024, 50.0),
-            ("wide", 16, 192, 16, 1, None, None),
             ("wide", 16, 192, 256, 2, 1024, 50.0),
         )
     },
@@ -350,16 +341,9 @@ JOBS = {
         + (f"-window{left + 1}" if left >= 0 else "")
         + (f"-cap{cap:g}" if cap else ""): prefill_job("bf16", size, block_size, left, cap)
         for size, block_size, left, cap in (
-            (80, 256, -1, 0.0),
             (80, 16, 1023, 50.0),
             (96, 256, 1023, 0.0),
-            (64, 256, 1023, 0.0),
-            (128, 256, 1023, 0.0),
-            (128, 16, 1023, 0.0),
-            (128, 256, -1, 50.0),
             (128, 256, 1023, 50.0),
-            (256, 256, -1, 0.0),
-            (256, 16, -1, 0.0),
             (256, 256, 1023, 50.0),
             (256, 16, 1023, 50.0),
             (192, 256, -1, 0.0),
@@ -491,7 +475,7 @@ def test_every_kernel_fits_the_shared_memory_of_other_gpus():
     """What takes more than a GPU grants does not start there, and only a user would see it."""
     jobs = {
         f"{phase} of heads of {head_size}, sm_{capability}": job
-        for capability, head_size in (*product(SHARED_MEMORY, (128, 256)), (86, 192))
+        for capability, head_size in (*product((80, 86, 100, 120), (128, 256)), (86, 192))
         for phase, job in {
             "decode": decode_job("bf16", head_size, 256, 2, 256, capability=capability),
             "prefill": prefill_job("bf16", head_size, 256, capability=capability),

@@ -581,8 +581,8 @@ def test_a_cache_of_one_sequence_serves_everybody_in_turn() -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_five_thousand_requests_leave_no_memory_behind(server_url: str) -> None:
-    """The process has as much memory after 5,000 requests as after 1,000."""
+def test_three_thousand_requests_leave_no_memory_behind(server_url: str) -> None:
+    """The process has as much memory after 3,000 requests as after 1,000."""
 
     def resident() -> int:
         gc.collect()
@@ -591,9 +591,9 @@ def test_five_thousand_requests_leave_no_memory_behind(server_url: str) -> None:
 
     served = len(asyncio.run(storm(server_url, 3, 1000, 32)))
     before = resident()
-    for seed in range(4, 8):
+    for seed in range(4, 6):
         served += len(asyncio.run(storm(server_url, seed, 1000, 32)))
     grown = (resident() - before) / 2**20
-    print(f"{served} of 5,000 served, {grown:.1f} MiB grown")
-    assert served > 1500
-    assert grown < 10
+    print(f"{served} of 3,000 served, {grown:.1f} MiB grown")
+    assert served > 900
+    assert grown < 8
