@@ -22,6 +22,7 @@ from nanovllm_core.diagnostics.status import plugin_statuses, typical_requiremen
 from nanovllm_core.errors import ConfigError, PluginFailedError
 from nanovllm_core.registry.discovery import install_command
 from nanovllm_core.registry.manager import get_plugin_manager
+from nanovllm_core.selection.fit import get_one
 
 Install = Callable[..., None]
 
@@ -364,13 +365,17 @@ def test_plugins_list_prints_a_line_for_each_plugin(
     assert listed["single"]["state"] == "disabled"
 
 
-def test_without_an_attention_backend_the_listing_says_what_to_install(
+def test_without_an_attention_backend_the_listing_says_how_to_get_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Enable one where all are disabled, install one where none is there."""
     names = sorted({p.distribution for p in get_plugin_manager().installed()} - {"nanovllm-core"})
     monkeypatch.setenv("NANOVLLM_PLUGINS__DISABLE", yaml.safe_dump(names))
-    shown = run("plugins", "list").replace("\n", "")
-    assert install_command("attention", "sdpa").replace(" ", "") in shown.replace(" ", "")
+    shown = " ".join(run("plugins", "list").split())
+    remedy = "of those disabled, take one out of plugins.disable: flash, sdpa, triton"
+    assert f"No attention can be selected: {remedy}" in shown
+    core_alone = get_plugin_manager(entry_points=())
+    assert get_one(core_alone, "attention").startswith(install_command("attention", "sdpa"))
 
 
 def test_an_enabled_extension_adds_a_command(

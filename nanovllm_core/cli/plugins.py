@@ -31,9 +31,10 @@ from nanovllm_core.errors import (
     shown,
 )
 from nanovllm_core.interfaces.doctor import DoctorCheck
-from nanovllm_core.registry.discovery import InstalledPlugin, install_one
+from nanovllm_core.registry.discovery import InstalledPlugin
 from nanovllm_core.registry.kinds import KINDS, NO_SPEC
 from nanovllm_core.registry.manager import PluginManager, get_plugin_manager
+from nanovllm_core.selection.fit import get_one
 
 Name = Annotated[str, typer.Argument(help="Name of the plugin.")]
 KindOption = Annotated[
@@ -63,9 +64,9 @@ def list_plugins(as_json: AsJson = False) -> None:
     # Narrower than this, the reasons become a column of single words.
     console.width = max(console.width, 120)
     console.print(_table(statuses))
-    for kind in KINDS.values():
-        if kind.is_needed and not manager.names(kind.name):
-            console.print(f"No {kind.name} is installed: {install_one(kind.name)}", markup=False)
+    for name, kind in KINDS.items():
+        if kind.is_needed and not manager.names(name):
+            console.print(f"No {name} can be selected: {get_one(manager, name)}", markup=False)
 
 
 def show(name: Name, kind: KindOption = None, as_json: AsJson = False) -> None:

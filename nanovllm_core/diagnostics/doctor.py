@@ -44,7 +44,6 @@ from nanovllm_core.registry.discovery import (
     GROUP_PREFIX,
     SUITE_GROUP,
     InstalledPlugin,
-    install_one,
     known_groups,
 )
 from nanovllm_core.registry.kinds import EXTENSION, KIND, KIND_GROUP, KINDS
@@ -52,6 +51,7 @@ from nanovllm_core.registry.manager import PluginManager, get_plugin_manager
 from nanovllm_core.registry.objects import load_object
 from nanovllm_core.selection.checkpoint import conflict, holds_checkpoint
 from nanovllm_core.selection.decisions import NAMED_KINDS, Decisions
+from nanovllm_core.selection.fit import get_one
 
 
 def examine() -> list[DoctorCheck]:
@@ -323,7 +323,7 @@ def check_defaults(
     for name, kind in KINDS.items():
         if kind.is_needed and name not in ready:
             detail = f"no {name} plugin can run here"
-            yield DoctorCheck(name, False, detail, install_one(name), fatal=True)
+            yield DoctorCheck(name, False, detail, get_one(manager, name), fatal=True)
     overrides = {"device": typical.device, "dtype": typical.dtype}
     # Of the environment `manager` has read plugins.disable; no other variable is a default.
     decisions = Decisions(load_config("none", overrides=overrides, env={}), manager)

@@ -19,7 +19,6 @@ from nanovllm_core.interfaces.attention import (
     KVLayout,
 )
 from nanovllm_core.interfaces.specs import AttentionSpec, ResolvedPlugin
-from nanovllm_core.registry.discovery import install_one
 from nanovllm_core.registry.manager import PluginManager
 from nanovllm_core.selection import fit
 
@@ -74,7 +73,7 @@ def select_attention(
     """
     report: list[str] = []
     same = settings.prefill == settings.decode
-    remedy = fit.enable_one(manager, "attention") or install_one("attention")
+    remedy = fit.get_one(manager, "attention")
     chosen: list[Candidate] = []
     for asked in (prefill, decode):
         requirements = next(iter(asked))

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from nanovllm_core.config.choices import PluginChoice
 from nanovllm_core.errors import ConfigError, PluginError, UnsupportedError, in_ranges
 from nanovllm_core.interfaces.specs import ResolvedPlugin
+from nanovllm_core.registry.discovery import install_one
 from nanovllm_core.registry.manager import PluginManager
 
 Capability = tuple[int, int]
@@ -69,6 +70,11 @@ def enable_one(plugins: PluginManager, kind: str) -> str:
     """The remedy where plugins of a kind are disabled; empty where none is."""
     names = sorted({plugin.name for plugin in plugins.disabled() if plugin.kind == kind})
     return f"of those disabled, take one out of plugins.disable: {', '.join(names)}" * bool(names)
+
+
+def get_one(plugins: PluginManager, kind: str) -> str:
+    """The remedy where none can be selected of a kind that has `extras`."""
+    return enable_one(plugins, kind) or install_one(kind)
 
 
 def rivals(

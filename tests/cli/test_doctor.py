@@ -20,7 +20,6 @@ from nanovllm_core import __version__
 from nanovllm_core.cli.main import main, make_app
 from nanovllm_core.diagnostics import doctor
 from nanovllm_core.interfaces.doctor import DoctorCheck
-from nanovllm_core.registry.discovery import install_command
 from nanovllm_core.registry.manager import get_plugin_manager
 
 Install = Callable[..., None]
@@ -99,8 +98,9 @@ def test_without_attention_or_a_model_nothing_can_be_generated(
     status, shown = run()
     assert status == 1
     advice = shown.partition("What to do next:")[2].splitlines()
-    assert install_command("model", "Qwen3ForCausalLM") in advice[1]
-    assert install_command("attention", "sdpa") in advice[2]
+    disabled = "of those disabled, take one out of plugins.disable: "
+    assert f"{disabled}DeepseekV2ForCausalLM" in advice[1]
+    assert f"{disabled}flash, sdpa, triton" in advice[2]
     assert "nanovllm generate" not in "".join(advice)
 
 
