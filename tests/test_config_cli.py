@@ -374,8 +374,17 @@ def test_without_an_attention_backend_the_listing_says_how_to_get_one(
     shown = " ".join(run("plugins", "list").split())
     remedy = "of those disabled, take one out of plugins.disable: flash, sdpa, triton"
     assert f"No attention can be selected: {remedy}" in shown
-    core_alone = get_plugin_manager(entry_points=())
-    assert get_one(core_alone, "attention").startswith(install_command("attention", "sdpa"))
+
+
+def test_where_some_cannot_serve_the_remedy_is_to_enable_or_to_install() -> None:
+    """Those that are disabled may not serve, too."""
+    names = get_plugin_manager().names("attention")
+    install = get_one(get_plugin_manager(entry_points=()), "attention")
+    assert install.startswith(install_command("attention", "sdpa"))
+    enable = "of those disabled, take one out of plugins.disable: "
+    assert get_one(get_plugin_manager(disable=names), "attention") == enable + ", ".join(names)
+    mixed = get_plugin_manager(disable=["flash"])
+    assert get_one(mixed, "attention") == f"{enable}flash, or {install}"
 
 
 def test_an_enabled_extension_adds_a_command(

@@ -73,8 +73,11 @@ def enable_one(plugins: PluginManager, kind: str) -> str:
 
 
 def get_one(plugins: PluginManager, kind: str) -> str:
-    """The remedy where none can be selected of a kind that has `extras`."""
-    return enable_one(plugins, kind) or install_one(kind)
+    """The remedy where none can serve of a kind that has `extras`: enable one, or install one."""
+    enable, install = enable_one(plugins, kind), install_one(kind)
+    if enable and plugins.names(kind):  # Some cannot serve, and nor may those that are disabled.
+        return f"{enable}, or {install}"
+    return enable or install
 
 
 def rivals(
