@@ -8,24 +8,18 @@ import sys
 import sysconfig
 import venv
 from collections.abc import Callable
+from inspect import getsource
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 
-FREEZE = """
-import gc
-
-def pytest_collection_finish():
-    gc.collect()
-    gc.freeze()
-    gc.freeze = gc.unfreeze = lambda: None
-"""
-
 
 def freeze_what_is_imported(folder: Path) -> None:
-    """Let a pytest in `folder` collect garbage as the one here does: see the root's conftest.py."""
-    (folder / "conftest.py").write_text(FREEZE)
+    """Let a pytest in `folder` collect garbage as this one does, by the same hook."""
+    from conftest import pytest_collection_finish
+
+    (folder / "conftest.py").write_text(f"import gc\n\n{getsource(pytest_collection_finish)}")
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
