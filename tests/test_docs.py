@@ -518,6 +518,7 @@ def shown_order(config: EngineConfig, arrival_steps: tuple[int, int]) -> list[st
         step=0,
         waiting=requests,
         prefilling=(),
+        decoding=(),
         token_budget=100,
         free_rows=2,
         free_blocks=100,

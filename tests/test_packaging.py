@@ -50,6 +50,7 @@ def test_the_distributions_of_the_project_are_there() -> None:
         "model_deepseek",
         "model_qwen3",
         "model_qwen3_moe",
+        "scheduler_lpt",
         "scheduler_sjf",
         "server",
     }
@@ -95,7 +96,7 @@ def test_every_plugin_has_an_extra_of_the_core() -> None:
         assert f"{project['name']}=={project['version']}" in in_extras
     # The kit is for authors: it needs pytest and hypothesis.
     extras_of_all = (
-        "sdpa,triton,flash,sjf,parallel,data-parallel,qwen3,qwen3-moe,deepseek,demo,bench,"
+        "sdpa,triton,flash,sjf,lpt,parallel,data-parallel,qwen3,qwen3-moe,deepseek,demo,bench,"
         "server,flash-attn-compat"
     )
     assert extras["all"] == [f"nanovllm-core[{extras_of_all}]"]

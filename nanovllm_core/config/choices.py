@@ -135,7 +135,7 @@ class SchedulerSettings(NamedPlugin):
 
     name: Name = "fcfs"
     """The scheduler plugin, by name. `fcfs` admits in order of arrival; `sjf` admits short prompts
-    first."""
+    first; `lpt` admits long answers first."""
 
 
 class ExecutorSettings(NamedPlugin):

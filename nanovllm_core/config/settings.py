@@ -321,3 +321,13 @@ class EngineConfig(Section):
         if sizes is None:
             return tuple(size for size in PROMPT_SIZES if size <= most)
         return sizes
+
+    @property
+    def full_step_size(self) -> int | None:
+        """The tokens of a step that fills `limits.max_num_batched_tokens`, where it is captured.
+
+        None where that is more than any captured step has, or where the sizes are given.
+        """
+        most = self.limits.max_num_batched_tokens
+        given = self.cuda_graphs.prompt_sizes is not None
+        return None if given or most > PROMPT_SIZES[-1] else most

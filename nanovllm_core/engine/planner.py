@@ -65,6 +65,8 @@ class Planner:
         self._num_unblocked = 0
         """Since a prompt was completed."""
         self._waiting_view = _ValuesView(self.waiting)
+        self._decoding: dict[str, Request] = {}
+        """Those of the step that the scheduler is asked about."""
         self._steady: PlannedStep | None = None
         """The step to repeat while the decoding rows stay the same."""
         self._epoch = 0
@@ -275,16 +277,7 @@ class Planner:
 
     def _with_prompts(self, steady: PlannedStep, appends: Sequence[Append]) -> PlannedStep:
         """The decoding rows' step plus what the scheduler gives to prompts."""
-        state = SchedulerState(
-            step=self.step,
-            waiting=self._waiting_view,
-            prefilling=tuple(self.prefilling.values()),
-            token_budget=self.max_num_batched_tokens - steady.plan.num_decode,
-            free_rows=len(self.rows.free),
-            free_blocks=self.kv.pool.num_free,
-            num_cached_tokens=self._num_cached_tokens,
-            num_new_blocks=self._num_new_blocks,
-        )
+        state = self._state(steady)
         shares = self.scheduler.schedule(state)
         if not shares and not appends:
             return steady
@@ -313,6 +306,22 @@ class Planner:
         )
         return PlannedStep(plan, steady.batch, tuple(chunks))
 
+    def _state(self, steady: PlannedStep) -> SchedulerState:
+        """What the scheduler sees of a step with these decoding rows."""
+        decoding = [self.running[row] for row in steady.batch.rows.tolist()]
+        self._decoding = {request.request_id: request for request in decoding}
+        return SchedulerState(
+            step=self.step,
+            waiting=self._waiting_view,
+            prefilling=tuple(self.prefilling.values()),
+            decoding=tuple(decoding),
+            token_budget=self.max_num_batched_tokens - steady.plan.num_decode,
+            free_rows=len(self.rows.free),
+            free_blocks=self.kv.pool.num_free,
+            num_cached_tokens=self._num_cached_tokens,
+            num_new_blocks=self._num_new_blocks,
+        )
+
     def _num_cached_tokens(self, view: RequestView) -> int:
         return len(self.kv.match(self._request(view))[0]) * self.kv.block_size
 
@@ -320,7 +329,8 @@ class Planner:
         return self.kv.num_new_blocks(self._request(view), num_tokens)
 
     def _request(self, view: RequestView) -> Request:
-        return self.waiting.get(view.request_id) or self.prefilling[view.request_id]
+        name = view.request_id
+        return self.waiting.get(name) or self.prefilling.get(name) or self._decoding[name]
 
     def _dequeue(self, request: Request) -> None:
         del self.waiting[request.request_id]

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
+from math import ceil
 from numbers import Real
 from typing import TypeVar
 
-from nanovllm_core.errors import NanoVLLMError, PluginFailedError, SchedulerError, describe_error
+from nanovllm_core.errors import (
+    NanoVLLMError,
+    PluginFailedError,
+    SchedulerError,
+    describe_error,
+    shown,
+)
 from nanovllm_core.interfaces.scheduler import (
     PrefillShare,
     RequestView,
@@ -37,13 +44,21 @@ class TokenBudgetScheduler(Scheduler):
     The head of the queue is never passed over: if it does not fit, no request behind it is
     admitted, so a big request cannot starve. A request fits if the free blocks hold its whole
     prompt and the rest of the unfinished prompts before it, so prompts do not wait for each other's
-    blocks. Equal keys are admitted in order of arrival.
+    blocks; and beside these the policy's `reserve` of all outputs. Equal keys are admitted in order
+    of arrival.
     """
 
     def __init__(self, policy: SchedulingPolicy, name: str = "") -> None:
-        """`name` stands for the policy in errors; its class does if there is none."""
+        """`name` stands for the policy in errors; its class does if there is none.
+
+        SchedulerError where the policy reserves no share.
+        """
         self.policy = policy
         self._name = name or type(policy).__name__
+        if not (isinstance(policy.reserve, Real) and 0 <= policy.reserve <= 1):
+            raise SchedulerError(
+                f"{self._name}: reserve is {shown(policy.reserve)}; it must be a share, 0 to 1"
+            )
         self._queue: list[_Entry] = []
         """The waiting requests in the order in which they are admitted."""
         self._entries: dict[str, _Entry] = {}
@@ -70,11 +85,14 @@ class TokenBudgetScheduler(Scheduler):
             budget -= chunk
             if chunk:
                 shares.append(PrefillShare(request.request_id, chunk))
+        if self.policy.reserve and self._queue:
+            blocks = state.free_blocks - self._num_reserved_blocks(state)
         for *_, request in self._queue[: state.free_rows]:
             if budget <= 0:
                 break
-            missing = request.num_tokens - state.num_cached_tokens(request)
-            blocks -= state.num_new_blocks(request, missing)
+            num_cached = state.num_cached_tokens(request)
+            missing = request.num_tokens - num_cached
+            blocks -= state.num_new_blocks(request, self._reserved_length(request) - num_cached)
             if blocks < 0:
                 break
             chunk = min(missing, budget)
@@ -85,6 +103,18 @@ class TokenBudgetScheduler(Scheduler):
     def choose_victim(self, running: Sequence[RequestView]) -> str:
         victim = max(running, key=lambda r: (self._key("victim_key", r), r.arrival_index))
         return victim.request_id
+
+    def _num_reserved_blocks(self, state: SchedulerState) -> int:
+        """The blocks that the running requests will take, up to what is reserved for them."""
+        return sum(
+            state.num_new_blocks(one, max(self._reserved_length(one) - one.num_scheduled, 0))
+            for one in (*state.prefilling, *state.decoding)
+        )
+
+    def _reserved_length(self, request: RequestView) -> int:
+        """The tokens that a request has room for; no key of its last one is ever stored."""
+        known = request.num_tokens
+        return known + ceil(self.policy.reserve * (request.max_length - 1 - known))
 
     def _key(self, method: str, request: RequestView) -> tuple[float, ...]:
         """The policy's key, which must compare with every other; an error names the policy."""

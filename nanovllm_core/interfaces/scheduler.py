@@ -84,6 +84,11 @@ class SchedulingPolicy(ABC):
     is expressed through `arrival_step`.
     """
 
+    reserve: float = 0.0
+    """The share, 0 to 1, of the outputs that running requests may still give for which blocks are
+    kept free. A request is admitted where its prompt and this share of its outputs fit beside
+    theirs. With 1 no request is ever preempted; with 0, as many as fit now are admitted."""
+
     @abstractmethod
     def service_key(self, request: RequestView) -> tuple[float, ...]:
         """The lowest key is admitted first."""
@@ -118,6 +123,8 @@ class SchedulerState:
     indexing walks from the start."""
     prefilling: Sequence[RequestView]
     """Requests with a row and prompt tokens left, in the order of admission."""
+    decoding: Sequence[RequestView]
+    """Requests with a row and no prompt tokens left: each computes one token in this step."""
     token_budget: int
     """Tokens that all shares may add up to."""
     free_rows: int
@@ -129,8 +136,8 @@ class SchedulerState:
     these left to compute; a request in `prefilling` has `num_tokens - num_scheduled` left."""
     num_new_blocks: Callable[[RequestView, int], int]
     """The most free blocks that computing this many more tokens would take, for a request in
-    `waiting` or `prefilling`. Of more tokens than a step's budget: in several steps, between which
-    the blocks that a sliding window leaves behind are free again."""
+    `waiting`, `prefilling` or `decoding`. Of more tokens than a step's budget: in several steps,
+    between which the blocks that a sliding window leaves behind are free again."""
 
 
 class Scheduler(ABC):

@@ -25,6 +25,7 @@ KNOWN_DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "triton": ("attention_triton", "kernels_triton"),
     "flash": ("attention_flash",),
     "sjf": ("scheduler_sjf",),
+    "lpt": ("scheduler_lpt",),
     "parallel": ("executor_parallel",),
     "data-parallel": ("engine_processes",),
     "qwen3": ("model_qwen3",),

@@ -16,11 +16,14 @@ from nanovllm_core.errors import GraphSafetyError
 from nanovllm_core.interfaces.kernels import CompilingKernels
 from nanovllm_core.worker.progress import Laps, counting
 
+_MIN_CHUNKS = 8
+_TOKENS_PER_CHUNK = 16
+
 
 class StepKey(NamedTuple):
     """The key of a captured step: its kind and its padded sizes.
 
-    A decode step has as many tokens as rows. A mixed one has `num_tokens` of at most `num_rows`
+    A decode step has as many tokens as rows. A mixed one has `num_tokens` of at most `num_chunks`
     prompts, beside `num_rows` decoding rows of one token each.
     """
 
@@ -37,6 +40,15 @@ class StepKey(NamedTuple):
     def total_tokens(self) -> int:
         """The tokens of a forward pass of the step, padding included."""
         return self.num_tokens + (self.num_rows if self.kind == "mixed" else 0)
+
+    @property
+    def num_chunks(self) -> int:
+        """The prompts for which a mixed step has room.
+
+        Each of them, there or not, takes its part of the output head, of sampling and of
+        attention's grid, so there is room for as many as fill the tokens with short prompts.
+        """
+        return min(self.num_rows, max(_MIN_CHUNKS, self.num_tokens // _TOKENS_PER_CHUNK))
 
     def __str__(self) -> str:
         prompts = f" beside {self.num_tokens} prompt tokens" if self.kind == "mixed" else ""

@@ -2,8 +2,9 @@
 
 Decode entries come first, one token each, then the chunks, packed. A step that is captured is
 padded at three places: decode entries to one of a few sizes, the last of which holds every row;
-chunks to as many; and prompt tokens to one of the configured sizes. Padding passes through the
-layers, but it stores no key, advances no row, and is left out of the result.
+prompt tokens to one of the configured sizes; and chunks to as many as fill these tokens with short
+prompts. Padding passes through the layers, but it stores no key, advances no row, and is left out
+of the result.
 """
 
 from __future__ import annotations
@@ -22,23 +23,46 @@ from nanovllm_core.worker.batch import StepInputs, aligned
 from nanovllm_core.worker.graphs import StepKey
 
 _FIRST_ROWS = 8
+_ROWS_APART = 16
+_MOST_FULL_STEPS = 16
 
 
-def mixed_keys(prompt_sizes: Sequence[int], max_rows: int, max_model_len: int) -> Iterator[StepKey]:
+def mixed_keys(
+    prompt_sizes: Sequence[int], full_step: int | None, max_rows: int, max_model_len: int
+) -> Iterator[StepKey]:
     """Every captured step with prompts: all token sizes at a few numbers of decode entries.
 
     Sizes beyond what the chunks can fill are left out. A padded entry costs its share of the
     products, little beside the prompt's tokens, and a graph costs time at start: so each number of
-    entries is eight times the one before.
+    entries is eight times the one before. Where steps are small, padding is no small part of them:
+    those that fill the budget, of `full_step` tokens, have graphs of their own.
     """
+    if not prompt_sizes:
+        return
     num_rows = min(_FIRST_ROWS, max_rows)
+    keys = {}
     while True:
         largest = num_rows * max_model_len
         sizes = prompt_sizes[: 1 + bisect_left(prompt_sizes, largest)]
-        yield from (StepKey("mixed", size, num_rows) for size in sizes)
+        keys.update(dict.fromkeys(StepKey("mixed", size, num_rows) for size in sizes))
         if num_rows == max_rows:
-            return
+            break
         num_rows = min(8 * num_rows, max_rows)
+    if full_step is not None:
+        keys.update(dict.fromkeys(_full_steps(full_step, max_rows)))
+    yield from keys
+
+
+def _full_steps(full_step: int, max_rows: int) -> Iterator[StepKey]:
+    """Steps whose decode entries and prompt tokens are `full_step` together, at most.
+
+    The decode entries are padded by less than the distance of two sizes, and so the prompt tokens
+    beside the fewest of them.
+    """
+    apart = max(_ROWS_APART, -(-max_rows // _MOST_FULL_STEPS))
+    apart = -(-apart // _ROWS_APART) * _ROWS_APART
+    for fewest in range(0, min(max_rows, full_step), apart):
+        yield StepKey("mixed", full_step - fewest, min(fewest + apart, max_rows))
 
 
 def chunk_table_shape(num_chunks: int) -> tuple[int, int]:
@@ -135,9 +159,9 @@ class MixedStep:
     ) -> MixedStep:
         """The padded step of `key`, in the memory that its graph reads."""
         return cls(
-            inputs.slice(slice(key.total_tokens), slice(2 * key.num_rows)),
+            inputs.slice(slice(key.total_tokens), slice(key.num_rows + key.num_chunks)),
             key.num_rows,
-            ChunkTable(chunks[key.num_rows], key.num_rows),
+            ChunkTable(chunks[key.num_chunks], key.num_chunks),
             max_query_len=min(key.num_tokens, max_model_len),
             max_seq_len=max_model_len,
         )

@@ -70,8 +70,14 @@ class ModelRunner:
         if device.type == "cpu" and config.cuda_graphs.sizes is None:
             self.bucket_sizes = tuple(range(1, config.limits.max_num_seqs + 1))
         max_rows = self.bucket_sizes[-1]
-        self._mixed_keys = tuple(mixed_keys(setup.prompt_graph_sizes, max_rows, self.max_model_len))
-        chunk_shapes = {key.num_rows: chunk_table_shape(key.num_rows) for key in self._mixed_keys}
+        self._mixed_keys = tuple(
+            mixed_keys(
+                setup.prompt_graph_sizes, config.full_step_size, max_rows, self.max_model_len
+            )
+        )
+        chunk_shapes = {
+            key.num_chunks: chunk_table_shape(key.num_chunks) for key in self._mixed_keys
+        }
         sizes = max_rows, self.max_model_len, setup.block_size
         self.tables = RowTables.allocate(*sizes, device, len(attention.groups), chunk_shapes)
         self.ops = get_row_ops(device)
@@ -261,8 +267,8 @@ class ModelRunner:
             self._mixed(step)
         else:
             step = self._captured_steps[key]
-            packed = pack_chunks(plan.prefill, key.num_rows, needs_tail)
-            self._updates.set_chunks(packed, key.num_rows)
+            packed = pack_chunks(plan.prefill, key.num_chunks, needs_tail)
+            self._updates.set_chunks(packed, key.num_chunks)
             self._send_updates()
             self._launch(key)
         entries = step.reported(plan)
@@ -273,11 +279,12 @@ class ModelRunner:
     def _mixed_key(self, plan: StepPlan) -> StepKey | None:
         """The smallest captured step that holds the plan's, None where there is none."""
         num_tokens = sum(chunk.length for chunk in plan.prefill)
-        num_rows = max(plan.num_decode, len(plan.prefill))
         fitting = (
             key
             for key in self._mixed_keys
-            if key.num_tokens >= num_tokens and key.num_rows >= num_rows
+            if key.num_tokens >= num_tokens
+            and key.num_rows >= plan.num_decode
+            and key.num_chunks >= len(plan.prefill)
         )
         return min(fitting, key=lambda key: key.total_tokens, default=None)
 

@@ -87,14 +87,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "two at a time": {"max_num_seqs": 2},
     "buckets 3 and 8": {"cuda_graphs": {"sizes": (3, 8)}},
     "shortest job first": {"scheduler": "sjf"},
+    "longest answer first": {"scheduler": "lpt", "max_num_batched_tokens": 17},
 }
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_no_setting_changes_a_token(setting: str, tiny: Path, expected: list[list[int]]) -> None:
     """Prefix cache, block size, chunks, depth, rows, order: greedy and sampled tokens stay."""
-    if setting == "shortest job first":
-        pytest.importorskip("nanovllm_scheduler_sjf", reason="needs the plugin scheduler_sjf")
+    if name := SETTINGS[setting].get("scheduler"):
+        pytest.importorskip(f"nanovllm_scheduler_{name}", reason=f"needs the scheduler {name}")
     with open_tiny(tiny, **SETTINGS[setting]) as llm:
         assert run(llm, CASES) == expected
         assert run(llm, CASES) == expected, "the second time, on whatever is cached"

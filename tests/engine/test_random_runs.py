@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from nanovllm_core.engine import FcfsPolicy, TokenBudgetScheduler
 from nanovllm_core.errors import SchedulerError
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_core.interfaces.scheduler import (
@@ -34,6 +35,23 @@ def test_any_run_gives_every_request_the_tokens_that_its_ids_decide(data: st.Dat
     setting, max_prompt, max_output = data.draw(engine_settings(WINDOWS))
     requests = data.draw(st.lists(arrivals(max_prompt, max_output), min_size=1, max_size=9))
     drive(Harness(setting), requests)
+
+
+class Reserving(FcfsPolicy):
+    """Blocks for whole answers."""
+
+    reserve = 1.0
+
+
+@given(data=st.data())
+@SETTINGS
+def test_where_whole_answers_have_blocks_no_request_is_preempted(data: st.DataObject) -> None:
+    """However few blocks there are, with windows, shared prefixes, samples and aborts."""
+    setting, max_prompt, max_output = data.draw(engine_settings(WINDOWS))
+    requests = data.draw(st.lists(arrivals(max_prompt, max_output), min_size=1, max_size=9))
+    harness = Harness(setting, TokenBudgetScheduler(Reserving()))
+    drive(harness, requests)
+    assert harness.engine.stats.preemptions == 0
 
 
 class ErraticScheduler(Scheduler):

@@ -238,6 +238,56 @@ def test_an_unfinished_prompt_reserves_the_blocks_of_its_rest() -> None:
     assert harness.engine.stats.preemptions == 0
 
 
+@pytest.mark.parametrize(
+    ("reserve", "preemptions", "waits"),
+    [(0.0, 2, [0, 0, 0]), (0.5, 1, [0, 0, 8]), (1, 0, [0, 8, 16])],
+)
+def test_a_policy_may_reserve_blocks_for_answers(
+    reserve: float, preemptions: int, waits: list[int]
+) -> None:
+    """Five blocks of four tokens hold three prompts of one, and with its whole answer one of three.
+
+    With halves of answers two requests run at once, and one is preempted at the end.
+    """
+
+    class Reserving(FcfsPolicy):
+        pass
+
+    Reserving.reserve = reserve
+    harness = Harness(Setting(num_blocks=5, steps_ahead=0), TokenBudgetScheduler(Reserving()))
+    requests = [harness.add(f"{i}", [i] * 4, greedy(8))[0] for i in range(3)]
+    harness.run()
+    harness.check_all()
+    assert harness.engine.stats.preemptions == preemptions
+    assert [request.wait_steps for request in requests] == waits
+
+
+@pytest.mark.parametrize("reserve", [-0.1, 1.01, float("nan"), "all", None])
+def test_a_share_to_reserve_is_0_to_1(reserve: Any) -> None:
+    class Reserving(FcfsPolicy):
+        pass
+
+    Reserving.reserve = reserve
+    with pytest.raises(SchedulerError, match=r"Reserving: reserve is .*; it must be a share"):
+        TokenBudgetScheduler(Reserving())
+
+
+def test_a_scheduler_sees_the_requests_that_decode_and_the_blocks_they_would_take() -> None:
+    """Those whose prompt is computed. Of a block of four tokens, three are free behind it."""
+    seen = []
+
+    def look(state: SchedulerState) -> list[PrefillShare]:
+        seen.append([(r.request_id, state.num_new_blocks(r, 5)) for r in state.decoding])
+        return everything(state)
+
+    harness = Harness(Setting(steps_ahead=0), Scripted(look))
+    harness.add("a", range(5), greedy(9))
+    harness.step()
+    harness.add("b", range(3), greedy(9))
+    harness.step()
+    assert seen == [[], [("a", 1)]]
+
+
 def test_an_unfinished_prompt_waits_for_the_blocks_that_a_decoding_row_took() -> None:
     """What was free when it was admitted is not, later: it pauses, and loses nothing."""
     setting = Setting(

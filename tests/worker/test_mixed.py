@@ -63,16 +63,42 @@ def test_fresh_inputs_are_padding() -> None:
 
 def test_mixed_steps_are_captured_at_all_token_sizes_beside_ever_more_rows() -> None:
     """Each number of rows is eight times the one before; the last is all of them."""
-    rows = [key.num_rows for key in mixed_keys((128, 256), 256, 4096) if key.num_tokens == 128]
-    assert rows == [8, 64, 256]
-    assert list(mixed_keys((64,), 20, 4096)) == [StepKey("mixed", 64, 8), StepKey("mixed", 64, 20)]
-    assert list(mixed_keys((64,), 3, 4096)) == [StepKey("mixed", 64, 3)]
-    assert list(mixed_keys((), 256, 4096)) == []
+    keys = [*mixed_keys((128, 256), None, 256, 4096)]
+    assert [key.num_rows for key in keys if key.num_tokens == 128] == [8, 64, 256]
+    few = [*mixed_keys((64,), None, 20, 4096)]
+    assert few == [StepKey("mixed", 64, 8), StepKey("mixed", 64, 20)]
+    assert [*mixed_keys((64,), None, 3, 4096)] == [StepKey("mixed", 64, 3)]
+    assert [*mixed_keys((), 512, 256, 4096)] == []
+
+
+@pytest.mark.parametrize(("full_step", "max_rows"), [(384, 256), (256, 256), (70, 20), (512, 1000)])
+def test_a_step_that_fills_a_small_budget_is_hardly_padded(full_step: int, max_rows: int) -> None:
+    """Whatever part of it decodes: by a sixteenth of the rows at most, or by 16."""
+    keys = [*mixed_keys((64,), full_step, max_rows, 4096)]
+    assert len(set(keys)) == len(keys)
+    assert all(key.num_tokens <= full_step for key in keys)
+    apart = max(16, -(-max_rows // 16))
+    for num_decode in range(min(max_rows, full_step - 1)):
+        padded = min(
+            key.total_tokens
+            for key in keys
+            if key.num_rows >= num_decode and key.num_tokens >= full_step - num_decode
+        )
+        assert full_step <= padded <= full_step + apart + 15
+    assert len(keys) - len([*mixed_keys((64,), None, max_rows, 4096)]) <= 16
+
+
+def test_a_captured_step_has_room_for_as_many_prompts_as_fill_it_with_short_ones() -> None:
+    """Each takes its part of the head and of sampling, so there are no more; never above rows."""
+    room = [StepKey("mixed", tokens, 256).num_chunks for tokens in (64, 128, 512, 4096, 8192)]
+    assert room == [8, 8, 32, 256, 256]
+    assert StepKey("mixed", 4096, 8).num_chunks == 8
+    assert StepKey("mixed", 64, 3).num_chunks == 3
 
 
 def test_no_mixed_step_is_larger_than_its_chunks_can_fill() -> None:
     """Two rows of 100 tokens bring 200 at most: the first size that holds these is the last."""
-    sizes = [key.num_tokens for key in mixed_keys((64, 128, 256, 512), 2, 100)]
+    sizes = [key.num_tokens for key in mixed_keys((64, 128, 256, 512), None, 2, 100)]
     assert sizes == [64, 128, 256]
 
 

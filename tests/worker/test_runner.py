@@ -328,10 +328,10 @@ def test_chunks_beside_decoding_rows_change_neither(
 
 
 def test_a_step_with_prompts_replays_the_smallest_graph_that_holds_it(folder: Path) -> None:
-    """By prompt tokens and by decoding rows; one that none holds is launched as it is."""
-    started = Started(folder, prompt_sizes=(8, 32), max_num_seqs=16)
+    """By prompt tokens, prompts and decoding rows; one that none holds is launched as it is."""
+    started = Started(folder, prompt_sizes=(8, 32, 256), max_num_seqs=16)
     runner = started.runner
-    assert runner.prompt_sizes == (8, 32)
+    assert runner.prompt_sizes == (8, 32, 256)
 
     def key(lengths: list[int], num_decode: int) -> StepKey | None:
         chunks = tuple(PrefillChunk(i, 0, n, samples=True) for i, n in enumerate(lengths))
@@ -340,10 +340,10 @@ def test_a_step_with_prompts_replays_the_smallest_graph_that_holds_it(folder: Pa
     assert key([3, 5], 0) == StepKey("mixed", 8, 8)
     assert key([3, 6], 8) == StepKey("mixed", 32, 8)
     assert key([1], 9) == StepKey("mixed", 8, 16)
-    assert key([33], 0) is None, "too many tokens"
+    assert key([257], 0) is None, "too many tokens"
     assert key([1] * 8, 8) == StepKey("mixed", 8, 8)
-    assert key([1] * 9, 0) == StepKey("mixed", 32, 16), "more chunks than there is room beside 8"
-    assert key([1] * 16, 0) == StepKey("mixed", 32, 16), "as many as there are rows"
+    assert key([1] * 9, 0) == StepKey("mixed", 256, 16), "more chunks than there is room beside 8"
+    assert key([1] * 16, 0) == StepKey("mixed", 256, 16), "as many as there are rows"
     started.run(prefill((0, 1, 2)))
     started.run(decode_plan((0, 1, 2)))
     assert started.graphs.replayed == [StepKey("mixed", 32, 8), StepKey.decode(3)]
@@ -412,7 +412,7 @@ def test_the_longest_sequence_fills_its_block_table_exactly(folder: Path) -> Non
 
 def test_a_prompt_for_every_row_is_one_replay(folder: Path) -> None:
     """A burst of short prompts, and then decoding rows beside two more."""
-    started = Started(folder, (8, 32, 64), max_num_seqs=16, cache={"num_blocks": 40})
+    started = Started(folder, (8, 32, 256), max_num_seqs=16, cache={"num_blocks": 40})
     prompts = [[3 + row, 1, 4] for row in range(11)]
     plan = StepPlan(
         admissions=tuple(admission(row, ids, 2 * row) for row, ids in enumerate(prompts)),
@@ -431,7 +431,7 @@ def test_a_prompt_for_every_row_is_one_replay(folder: Path) -> None:
     ]
     first, last = reference.tokens(PROMPTS[0], 1), reference.tokens(PROMPTS[2], 1)
     assert tokens[1][11:].tolist() == first + last
-    assert started.graphs.replayed == [StepKey("mixed", 64, 16), StepKey("mixed", 8, 16)]
+    assert started.graphs.replayed == [StepKey("mixed", 256, 16), StepKey("mixed", 8, 16)]
     started.executor.close()
 
 

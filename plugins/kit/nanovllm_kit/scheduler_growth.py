@@ -65,10 +65,12 @@ class BareQueue:
     def schedule(self, token_budget: int, rows: int) -> None:
         """One step; what is given out is taken as computed."""
         prefilling = [r for name, r in self.running.items() if self._missing(name)]
+        decoding = [r for name, r in self.running.items() if not self._missing(name)]
         state = SchedulerState(
             step=self.step,
             waiting=CountedQueue([*self.waiting.values()], self.meter),
             prefilling=tuple(prefilling),
+            decoding=tuple(decoding),
             token_budget=token_budget,
             free_rows=rows - len(self.running),
             free_blocks=10**9,

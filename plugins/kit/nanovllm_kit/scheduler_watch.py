@@ -171,6 +171,7 @@ class Watch(Scheduler):
             state,
             waiting=tuple(self._views[r.request_id] for r in state.waiting),
             prefilling=tuple(self._views[r.request_id] for r in state.prefilling),
+            decoding=tuple(self._views[r.request_id] for r in state.decoding),
         )
         shares = self.scheduler.schedule(shown)
         assert isinstance(shares, Sequence), f"shares are a {type(shares).__name__}, no sequence"

@@ -1,0 +1,1 @@
+"""Longest processing time first."""
