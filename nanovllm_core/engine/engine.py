@@ -92,7 +92,7 @@ class Engine:
         )
         self._kv = PagedKV(limits, prefix_caching)
         named = NamedScheduler(scheduler, scheduler_name)
-        self._planner = Planner(self._rows, self._kv, named, limits.max_num_batched_tokens)
+        self._planner = Planner(self._rows, self._kv, named, limits)
         self._running = self._planner.running
         self._intake = Intake(self._planner)
         self._masking = Masking(self._planner, limits.vocab_size, constraint_seconds)

@@ -27,7 +27,8 @@ from nanovllm_core.interfaces.sampling_params import SamplingParams
 class EngineLimits:
     """Rows, tokens per step, tokens per request, and the blocks of the KV cache.
 
-    `cache_windows` are the sliding windows of the cache groups, as in `WorkerInfo`.
+    `cache_windows` are the sliding windows of the cache groups, `row_padding` the multiple to which
+    decoding rows are padded, as in `WorkerInfo`.
     Raises `ConfigError` for limits under which no request could run.
     """
 
@@ -38,6 +39,7 @@ class EngineLimits:
     block_size: int
     vocab_size: int
     cache_windows: tuple[int | None, ...] = (None,)
+    row_padding: int = 1
 
     @classmethod
     def of(cls, config: EngineConfig, info: WorkerInfo) -> EngineLimits:
@@ -50,6 +52,7 @@ class EngineLimits:
             block_size=info.block_size,
             vocab_size=info.vocab_size,
             cache_windows=info.cache_windows,
+            row_padding=info.row_padding,
         )
 
     def __post_init__(self) -> None:
@@ -105,6 +108,15 @@ class EngineLimits:
         checked = ids.astype(np.int32)
         checked.flags.writeable = False
         return checked
+
+    def prompt_budget(self, num_decode: int) -> int:
+        """The prompt tokens that a step may have beside so many decoding rows.
+
+        Padded rows take their part, unless they would leave nothing.
+        """
+        padded = -(-num_decode // self.row_padding) * self.row_padding
+        left = self.max_num_batched_tokens - min(padded, self.max_num_seqs)
+        return left if left > 0 else self.max_num_batched_tokens - num_decode
 
     def check_length(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Prompt and output tokens at most; raises `RequestTooLongError` where that cannot fit."""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nanovllm_core.engine.limits import EngineLimits
 from nanovllm_core.engine.prefix_cache import Append, PagedKV
 from nanovllm_core.engine.request import NO_ROW, Request, RequestState
 from nanovllm_core.engine.rows import NEVER, DecodeBatch, RowTable
@@ -47,12 +48,12 @@ class Planner:
     """Owns the queue, the rows and the blocks; decides nothing that the scheduler may decide."""
 
     def __init__(
-        self, rows: RowTable, kv: PagedKV, scheduler: NamedScheduler, max_num_batched_tokens: int
+        self, rows: RowTable, kv: PagedKV, scheduler: NamedScheduler, limits: EngineLimits
     ) -> None:
         self.rows = rows
         self.kv = kv
         self.scheduler = scheduler
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.limits = limits
         self.waiting: dict[str, Request] = {}
         self.prefilling: dict[str, Request] = {}
         self.running: dict[int, Request] = {}
@@ -315,7 +316,7 @@ class Planner:
             waiting=self._waiting_view,
             prefilling=tuple(self.prefilling.values()),
             decoding=tuple(decoding),
-            token_budget=self.max_num_batched_tokens - steady.plan.num_decode,
+            token_budget=self.limits.prompt_budget(steady.plan.num_decode),
             free_rows=len(self.rows.free),
             free_blocks=self.kv.pool.num_free,
             num_cached_tokens=self._num_cached_tokens,

@@ -284,4 +284,7 @@ class WorkerInfo:
     bucket_sizes: Sequence[int] = ()
     prompt_graph_sizes: Sequence[int] = ()
     """Prompt tokens that steps are captured for; empty where none with prompts is."""
+    row_padding: int = 1
+    """Steps that fill the token budget pad their decoding rows to a multiple of this, or to all
+    rows: the padding takes its part of the budget. 1: they are not padded."""
     start_seconds: Mapping[str, float] = field(default_factory=dict)

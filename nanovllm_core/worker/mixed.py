@@ -54,15 +54,19 @@ def mixed_keys(
 
 
 def _full_steps(full_step: int, max_rows: int) -> Iterator[StepKey]:
-    """Steps whose decode entries and prompt tokens are `full_step` together, at most.
+    """Steps whose decode entries, padded, and prompt tokens are `full_step` together."""
+    yield StepKey("mixed", full_step, min(_FIRST_ROWS, max_rows))
+    apart = rows_apart(max_rows)
+    for num_rows in range(apart, max_rows + apart, apart):
+        num_rows = min(num_rows, max_rows)
+        if num_rows < full_step:
+            yield StepKey("mixed", full_step - num_rows, num_rows)
 
-    The decode entries are padded by less than the distance of two sizes, and so the prompt tokens
-    beside the fewest of them.
-    """
-    apart = max(_ROWS_APART, -(-max_rows // _MOST_FULL_STEPS))
-    apart = -(-apart // _ROWS_APART) * _ROWS_APART
-    for fewest in range(0, min(max_rows, full_step), apart):
-        yield StepKey("mixed", full_step - fewest, min(fewest + apart, max_rows))
+
+def rows_apart(max_rows: int) -> int:
+    """The multiples to which steps that fill the budget pad their decode entries."""
+    sixteenth = -(-max_rows // _MOST_FULL_STEPS)
+    return -(-sixteenth // _ROWS_APART) * _ROWS_APART
 
 
 def chunk_table_shape(num_chunks: int) -> tuple[int, int]:

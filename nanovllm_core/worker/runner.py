@@ -36,6 +36,7 @@ from nanovllm_core.worker.mixed import (
     chunk_table_shape,
     mixed_keys,
     pack_chunks,
+    rows_apart,
     trial_chunks,
 )
 from nanovllm_core.worker.model import LoadedModel
@@ -49,6 +50,7 @@ class ModelRunner:
 
     `bucket_sizes` are the batch sizes of decode steps, increasing; the last is the number of rows.
     `prompt_sizes` are the numbers of prompt tokens that mixed steps are captured with, increasing.
+    `row_padding`: see `WorkerInfo`.
     `sampling` ends every step.
     """
 
@@ -70,11 +72,9 @@ class ModelRunner:
         if device.type == "cpu" and config.cuda_graphs.sizes is None:
             self.bucket_sizes = tuple(range(1, config.limits.max_num_seqs + 1))
         max_rows = self.bucket_sizes[-1]
-        self._mixed_keys = tuple(
-            mixed_keys(
-                setup.prompt_graph_sizes, config.full_step_size, max_rows, self.max_model_len
-            )
-        )
+        prompt_sizes, full_step = setup.prompt_graph_sizes, config.full_step_size
+        self._mixed_keys = tuple(mixed_keys(prompt_sizes, full_step, max_rows, self.max_model_len))
+        self.row_padding = rows_apart(max_rows) if self._mixed_keys and full_step else 1
         chunk_shapes = {
             key.num_chunks: chunk_table_shape(key.num_chunks) for key in self._mixed_keys
         }

@@ -43,6 +43,7 @@ LIMITS = EngineLimits(
         ("num_blocks", 1),
         ("block_size", 1),
         ("vocab_size", 1),
+        ("row_padding", 1),
     ],
 )
 def test_each_limit_has_a_least_value(name: str, least: int) -> None:
@@ -55,6 +56,15 @@ def test_a_step_has_a_token_for_every_running_request() -> None:
     assert LIMITS.max_num_batched_tokens == LIMITS.max_num_seqs
     with pytest.raises(ConfigError, match="max_num_batched_tokens is 3, below max_num_seqs"):
         replace(LIMITS, max_num_batched_tokens=3)
+
+
+def test_the_padding_of_decoding_rows_takes_its_part_of_the_budget() -> None:
+    """As far as it leaves a token for prompts; rows are never padded beyond all there are."""
+    limits = replace(LIMITS, max_num_seqs=20, max_num_batched_tokens=40, row_padding=16)
+    assert [limits.prompt_budget(rows) for rows in (0, 1, 16, 17, 20)] == [40, 24, 24, 20, 20]
+    full = replace(limits, max_num_batched_tokens=20)
+    assert [full.prompt_budget(rows) for rows in (0, 1, 16, 17, 20)] == [20, 4, 4, 3, 0]
+    assert [LIMITS.prompt_budget(rows) for rows in range(5)] == [4, 3, 2, 1, 0]
 
 
 def test_a_prompt_is_checked_up_to_the_last_id_and_the_last_place() -> None:

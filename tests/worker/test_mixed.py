@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nanovllm_core.engine import EngineLimits
 from nanovllm_core.interfaces.plan import PrefillChunk, StepPlan
 from nanovllm_core.worker.batch import StepInputs
 from nanovllm_core.worker.graphs import StepKey
@@ -14,6 +15,7 @@ from nanovllm_core.worker.mixed import (
     aligned,
     mixed_keys,
     pack_chunks,
+    rows_apart,
     trial_chunks,
 )
 
@@ -71,21 +73,35 @@ def test_mixed_steps_are_captured_at_all_token_sizes_beside_ever_more_rows() -> 
     assert [*mixed_keys((), 512, 256, 4096)] == []
 
 
-@pytest.mark.parametrize(("full_step", "max_rows"), [(384, 256), (256, 256), (70, 20), (512, 1000)])
-def test_a_step_that_fills_a_small_budget_is_hardly_padded(full_step: int, max_rows: int) -> None:
-    """Whatever part of it decodes: by a sixteenth of the rows at most, or by 16."""
+@pytest.mark.parametrize(
+    ("full_step", "max_rows"), [(384, 256), (256, 256), (70, 20), (1024, 1000), (100, 3)]
+)
+def test_a_step_that_fills_a_small_budget_is_padded_to_it(full_step: int, max_rows: int) -> None:
+    """Whatever part of it decodes, for the padding of these rows is taken from the prompts."""
     keys = [*mixed_keys((64,), full_step, max_rows, 4096)]
     assert len(set(keys)) == len(keys)
     assert all(key.num_tokens <= full_step for key in keys)
-    apart = max(16, -(-max_rows // 16))
-    for num_decode in range(min(max_rows, full_step - 1)):
+    assert len(keys) - len([*mixed_keys((64,), None, max_rows, 4096)]) <= 17
+    limits = EngineLimits(
+        max_num_seqs=max_rows,
+        max_num_batched_tokens=full_step,
+        row_padding=rows_apart(max_rows),
+        max_model_len=4096,
+        num_blocks=1,
+        block_size=4096,
+        vocab_size=9,
+    )
+    for num_decode in range(max_rows):
+        num_tokens = limits.prompt_budget(num_decode)
         padded = min(
             key.total_tokens
             for key in keys
-            if key.num_rows >= num_decode and key.num_tokens >= full_step - num_decode
+            if key.num_rows >= num_decode and key.num_tokens >= num_tokens
         )
-        assert full_step <= padded <= full_step + apart + 15
-    assert len(keys) - len([*mixed_keys((64,), None, max_rows, 4096)]) <= 16
+        if num_decode == 0:
+            assert padded <= full_step + 8
+        elif num_tokens + num_decode < full_step or num_decode % rows_apart(max_rows) == 0:
+            assert padded <= full_step, num_decode
 
 
 def test_a_captured_step_has_room_for_as_many_prompts_as_fill_it_with_short_ones() -> None:
