@@ -28,7 +28,7 @@ from nanovllm_kernels_triton.kernel_set import TritonKernels
 
 SHIPPED = {
     "attention": ("sdpa", "triton", "flash"),
-    "scheduler": ("fcfs", "sjf"),
+    "scheduler": ("fcfs", "sjf", "lpt"),
     "sampler": ("gumbel",),
     "kernels": ("torch", "triton"),
 }
@@ -147,7 +147,9 @@ def declarations(spec: PluginSpec) -> str:
         return f"{in_words(spec.devices)}; {captured}"
     if isinstance(spec, KernelSetSpec):
         return f"{in_words(spec.devices)}; rank {spec.rank}"
-    if isinstance(spec, SchedulerSpec) and spec.max_overtaking_steps:
+    if isinstance(spec, SchedulerSpec):
+        if spec.max_overtaking_steps is None:
+            return f"{spec.level}; no bound"
         steps = spec.max_overtaking_steps(spec.options(), job(600, 0))
         return f"{spec.level}; {steps:.0f} steps"
     return ""

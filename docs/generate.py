@@ -220,7 +220,7 @@ def waits_table() -> str:
 
 def ageing_table() -> str:
     """The step at which a long prompt is served while a short one arrives in every step."""
-    [_, spec] = shipped("scheduler")
+    [_, spec, _] = shipped("scheduler")
     rows = []
     for ageing in (0.0, 1.0, 4.0, 16.0, 64.0):
         step = served_at(load_object(spec.impl)(spec.options(ageing=ageing)))

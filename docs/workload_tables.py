@@ -20,6 +20,31 @@ def dense_table(results: Results) -> str:
     return table(("model", "workload", "output tok/s", "share of roofline"), rows)
 
 
+def batch_table(results: Results) -> str:
+    """Batches by scheduler: the pairs of one run, of the smaller model first."""
+    records = sorted(
+        results.named("batch_").values(),
+        key=lambda r: (r["roofline"]["costs"]["num_parameters"], r["scheduler"]),
+    )
+    first_come = {r["config"]["model"]: rate_of(r) for r in records if r["scheduler"] == "fcfs"}
+    rows = [
+        (
+            Path(r["config"]["model"]).name,
+            f"`{r['scheduler']}`",
+            f"{r['config']['limits']['max_num_batched_tokens']:,}",
+            f"{rate_of(r):,.0f}",
+            f"{rate_of(r) / first_come[r['config']['model']]:.3f}",
+            share_of(r),
+            f"{r['mean_wait_seconds']:.1f} s",
+            f"{r['mean_end_seconds']:.1f} s",
+            f"{min(r['seconds']):.1f} s",
+        )
+        for r in records
+    ]
+    head = ("model", "scheduler", "tokens of a step", "output tok/s", "beside `fcfs`", "share")
+    return table((*head, "mean wait", "mean end", "end of the last"), rows)
+
+
 def asking_table(results: Results) -> str:
     """tok/s of nano by what every request asks for, and beside plain requests."""
     kinds = results.records["asking"]["kinds"] if "asking" in results.records else {}
@@ -55,4 +80,9 @@ def start_table(results: Results) -> str:
     return table((*head, "weights, trial step, blocks", "kernels and capture"), [*ours, *peers])
 
 
-WORKLOADS: Tables = {"dense": dense_table, "asking": asking_table, "start": start_table}
+WORKLOADS: Tables = {
+    "dense": dense_table,
+    "batches": batch_table,
+    "asking": asking_table,
+    "start": start_table,
+}
