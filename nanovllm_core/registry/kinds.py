@@ -136,7 +136,7 @@ _OURS = (
         specs.SchedulerSpec,
         f"{INTERFACES}.scheduler:PolicyOrScheduler",
         choice="scheduler",
-        extras={"sjf": "sjf"},
+        extras={"sjf": "sjf", "lpt": "lpt"},
     ),
     Kind(
         "executor",
