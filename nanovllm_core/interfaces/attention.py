@@ -249,11 +249,6 @@ class AttentionBackend(ABC):
     They have the same heads, window, soft cap and scale, and read the same block tables.
     """
 
-    runs_phases_at_once: bool = False
-    """Whether `run_prefill` may run on a second stream while `run_decode` of the same layer runs:
-    neither writes what the other reads or writes. Captured steps with both phases then do so.
-    Where two instances serve the phases, they do so whatever these say."""
-
     def __init__(self, options: BaseModel, config: AttentionConfig) -> None:
         self.options = options
         self.config = config

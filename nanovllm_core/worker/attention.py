@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import fields
 
 import torch
@@ -25,7 +24,6 @@ from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.worker.kv_cache import CacheLayout, LayerCache
 from nanovllm_core.worker.latent import LatentPrompts
 from nanovllm_core.worker.model import LoadedModel
-from nanovllm_core.worker.side_stream import SideStream
 
 
 class GroupBackends:
@@ -41,8 +39,6 @@ class GroupBackends:
             self.decode = make_plugin(setup.decode_attention, config)
             self.decode.allocate()
         self.prefill.allocate()
-        self.at_once = self.prefill is not self.decode or self.prefill.runs_phases_at_once
-        """Whether a layer's prompts may run beside its decoding rows, on a second stream."""
         self.latent_prompts = LatentPrompts(self.prefill, config) if config.latent else None
 
     def describe(self) -> str:
@@ -82,7 +78,6 @@ class PagedAttention:
         """The most tokens of context that a layer computes keys and values of at once."""
         self._kernels = kernels
         self._device = model.device
-        self._side = SideStream(model.device) if model.device.type == "cuda" else None
         for index, layer in enumerate(layers):
             layer.bind(self, index)
 
@@ -124,9 +119,6 @@ class PagedAttention:
         for group, one in zip(self.groups, decode, strict=bool(decode)):
             group.decode.plan_decode(one)
         self._slots, self._decode, self._prefill = slot_mapping_GT.unbind(), decode, prefill
-        # Captured, a second stream costs the host nothing; eager steps are long, and host-bound.
-        captured = self._side is not None and torch.cuda.is_current_stream_capturing()
-        self._splits = captured and bool(decode) and bool(prefill)
         num_decode = decode[0].num_rows if decode else 0
         for group, chunks, slots_T in zip(self.groups, prefill, self._slots, strict=bool(prefill)):
             group.plan_prefill(chunks, slots_T[num_decode:])
@@ -153,19 +145,14 @@ class PagedAttention:
             )
             return out_THD.flatten(1)
         q_THD = self._kernels.prepare_qkv(qkv_TX, prep, positions_T, slots_T, k_cache, v_cache)
-        side = self._side if self._splits and group.at_once else None
-        if side:
-            side.fork()
         if decode:
             group.decode.run_decode(
                 q_THD[:num_decode], k_cache, v_cache, decode, out_THD[:num_decode]
             )
         if self._prefill:
-            chunks = self._prefill[number]
-            with side.beside() if side else nullcontext():
-                group.prefill.run_prefill(
-                    q_THD[num_decode:], k_cache, v_cache, chunks, out_THD[num_decode:]
-                )
+            group.prefill.run_prefill(
+                q_THD[num_decode:], k_cache, v_cache, self._prefill[number], out_THD[num_decode:]
+            )
         return out_THD.flatten(1)
 
     def attend_latent(

@@ -58,8 +58,6 @@ class TritonAttention(AttentionBackend):
     benchmark does; the last must hold max_num_seqs rows.
     """
 
-    runs_phases_at_once = True
-
     def __init__(self, options: BaseModel, config: AttentionConfig) -> None:
         super().__init__(options, config)
         self._options = cast(TritonOptions, options)
