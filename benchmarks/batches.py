@@ -19,8 +19,8 @@ from statistics import mean
 from time import perf_counter
 from typing import Any
 
-from nanovllm_bench.record import describe_engine, write_record
-from nanovllm_bench.throughput import Gauge, measure_runs, sampling_params
+from nanovllm_bench.record import write_record
+from nanovllm_bench.throughput import Gauge, describe_runs, measure_runs, sampling_params
 from nanovllm_bench.workloads import Workload, recorded_workload
 from nanovllm_core import LLM, EngineConfig
 
@@ -57,25 +57,10 @@ def measure(config: EngineConfig, record: Mapping[str, Any], runs: int) -> dict[
         gauge = Gauge.measure(llm)
         times = time_requests(llm, workload, temperature)
         measured = measure_runs(llm, workload, gauge, temperature=temperature, runs=runs)
-        best = min(measured.seconds)
         return {
-            "benchmark": "throughput",
-            "tokens_per_second": round(workload.num_output_tokens / best, 1),
-            "workload": workload.name,
-            "num_seqs": len(workload.prompts),
-            "prompt_tokens": workload.num_prompt_tokens,
-            "output_tokens": workload.num_output_tokens,
-            "temperature": temperature,
-            "seconds": [round(seconds, 4) for seconds in measured.seconds],
-            "steps": measured.steps,
+            **describe_runs(llm, workload, gauge, measured, temperature),
             "preemptions": measured.after.preemptions - measured.before.preemptions,
             **times,
-            "host_us_per_step": measured.host_us_per_step,
-            "host_us_per_steady_step": measured.host_us_per_steady_step,
-            "gpu_utilisation": measured.gpu_utilisation,
-            "peak_memory_gib": gauge.peak_memory_gib(),
-            "roofline": gauge.roofline(workload, config.limits.max_num_seqs, best),
-            **describe_engine(llm),
         }
 
 

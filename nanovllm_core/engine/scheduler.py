@@ -85,9 +85,10 @@ class TokenBudgetScheduler(Scheduler):
             budget -= chunk
             if chunk:
                 shares.append(PrefillShare(request.request_id, chunk))
-        if self.policy.reserve and self._queue:
+        candidates = self._queue[: state.free_rows] if budget > 0 else ()
+        if candidates and self.policy.reserve:
             blocks = state.free_blocks - self._num_reserved_blocks(state)
-        for *_, request in self._queue[: state.free_rows]:
+        for *_, request in candidates:
             if budget <= 0:
                 break
             num_cached = state.num_cached_tokens(request)

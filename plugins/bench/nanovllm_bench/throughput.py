@@ -140,6 +140,13 @@ def measure_throughput(
     gauge = Gauge.measure(llm)
     timed_generate(llm, workload, temperature)
     measured = measure_runs(llm, workload, gauge, temperature=temperature, runs=runs)
+    return describe_runs(llm, workload, gauge, measured, temperature)
+
+
+def describe_runs(
+    llm: LLM, workload: Workload, gauge: Gauge, measured: Runs, temperature: float
+) -> dict[str, Any]:
+    """The record of a result file."""
     best = min(measured.seconds)
     return {
         "benchmark": "throughput",

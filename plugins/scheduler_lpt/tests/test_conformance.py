@@ -13,9 +13,9 @@ from nanovllm_scheduler_lpt.plugin import nanovllm_schedulers
 
 
 class TestLpt(SchedulingPolicyConformance):
-    """As it comes, and where nothing is reserved, so that requests are preempted."""
+    """As it comes: with blocks for whole answers."""
 
-    @pytest.fixture(params=[1.0, 0.0], ids=lambda reserve: f"reserve={reserve}")
-    def plugin(self, request: pytest.FixtureRequest) -> PluginUnderTest:
+    @pytest.fixture
+    def plugin(self) -> PluginUnderTest:
         [spec] = nanovllm_schedulers()
-        return plugin_under_test(spec, reserve=request.param)
+        return plugin_under_test(spec)
