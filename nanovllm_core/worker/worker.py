@@ -146,7 +146,7 @@ class Worker:
             capture_seconds=sum(laps.seconds.values()) - load_seconds,
             bucket_sizes=runner.bucket_sizes,
             prompt_graph_sizes=runner.prompt_sizes if setup.cuda_graphs else (),
-            row_padding=runner.row_padding if setup.cuda_graphs else 1,
+            row_padding=runner.row_padding,
             start_seconds=laps.seconds,
         )
 

@@ -350,6 +350,27 @@ def test_a_step_with_prompts_replays_the_smallest_graph_that_holds_it(folder: Pa
     started.executor.close()
 
 
+def test_a_step_that_fills_a_small_budget_replays_a_graph_of_that_size(folder: Path) -> None:
+    """17 decoding rows are padded to 20, all there are; 44 tokens of a budget of 64 are left."""
+    settings: dict[str, Any] = {"max_num_seqs": 20, "max_num_batched_tokens": 64}
+    plain = Started(folder, **settings)
+    assert plain.runner.row_padding == 1, "no step with prompts is padded"
+    plain.executor.close()
+    started = Started(folder, (8, 32), **settings)
+    runner = started.runner
+    assert runner.row_padding == 16
+
+    def key(num_decode: int, num_tokens: int) -> StepKey | None:
+        chunk = PrefillChunk(num_decode, 0, num_tokens, samples=True)
+        return runner._mixed_key(decode_plan(range(num_decode), prefill=(chunk,)))
+
+    assert key(17, 44) == StepKey("mixed", 44, 20)
+    assert key(16, 48) == StepKey("mixed", 48, 16)
+    assert key(0, 64) == StepKey("mixed", 64, 8)
+    assert key(17, 45) is None, "more than the budget has beside these rows"
+    started.executor.close()
+
+
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 8])
 def test_no_step_has_more_entries_than_the_sampler_was_told(
     folder: Path, max_num_seqs: int, monkeypatch: pytest.MonkeyPatch
