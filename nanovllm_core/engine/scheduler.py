@@ -91,9 +91,8 @@ class TokenBudgetScheduler(Scheduler):
         for *_, request in candidates:
             if budget <= 0:
                 break
-            num_cached = state.num_cached_tokens(request)
-            missing = request.num_tokens - num_cached
-            blocks -= state.num_new_blocks(request, self._reserved_length(request) - num_cached)
+            missing = request.num_tokens - state.num_cached_tokens(request)
+            blocks -= state.num_new_blocks(request, missing + self._num_reserved(request))
             if blocks < 0:
                 break
             chunk = min(missing, budget)
@@ -108,14 +107,14 @@ class TokenBudgetScheduler(Scheduler):
     def _num_reserved_blocks(self, state: SchedulerState) -> int:
         """The blocks that the running requests will take, up to what is reserved for them."""
         return sum(
-            state.num_new_blocks(one, max(self._reserved_length(one) - one.num_scheduled, 0))
+            state.num_new_blocks(one, max(missing + self._num_reserved(one), 0))
             for one in (*state.prefilling, *state.decoding)
+            for missing in (one.num_tokens - one.num_scheduled,)
         )
 
-    def _reserved_length(self, request: RequestView) -> int:
-        """The tokens that a request has room for; no key of its last one is ever stored."""
-        known = request.num_tokens
-        return known + ceil(self.policy.reserve * (request.max_length - 1 - known))
+    def _num_reserved(self, request: RequestView) -> int:
+        """The outputs that a request has room for; no key of its last one is ever stored."""
+        return ceil(self.policy.reserve * (request.max_length - 1 - request.num_tokens))
 
     def _key(self, method: str, request: RequestView) -> tuple[float, ...]:
         """The policy's key, which must compare with every other; an error names the policy."""

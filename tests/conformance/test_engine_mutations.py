@@ -242,7 +242,8 @@ MUTATIONS = [
         "scheduler.py",
         "test_no_request_is_passed_over_for_longer_than_declared",
         (
-            "            blocks -= state.num_new_blocks(request, missing)\n"
+            "            blocks -= state.num_new_blocks(request, missing + "
+            "self._num_reserved(request))\n"
             "            if blocks < 0:\n                break\n",
             "            if state.num_new_blocks(request, missing) > blocks:\n"
             "                continue\n"
