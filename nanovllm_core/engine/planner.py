@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from numbers import Integral
 from time import perf_counter
 from typing import Any
 
@@ -21,9 +20,10 @@ from nanovllm_core.engine.prefix_cache import Append, PagedKV
 from nanovllm_core.engine.request import NO_ROW, Request, RequestState
 from nanovllm_core.engine.rows import NEVER, DecodeBatch, RowTable
 from nanovllm_core.engine.scheduler import NamedScheduler
+from nanovllm_core.engine.shares import check_shares
 from nanovllm_core.errors import shown
 from nanovllm_core.interfaces.plan import Admission, PrefillChunk, StepPlan
-from nanovllm_core.interfaces.scheduler import PrefillShare, RequestView, SchedulerState
+from nanovllm_core.interfaces.scheduler import RequestView, SchedulerState
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -282,7 +282,7 @@ class Planner:
         shares = self.scheduler.schedule(state)
         if not shares and not appends:
             return steady
-        requests = self._checked(shares, state)
+        requests = check_shares(shares, state, self._prompt, self.scheduler.error)
         # Blocks to share are taken first, so that no new block of this step evicts them.
         for request in requests:
             if request.state is RequestState.WAITING:
@@ -330,8 +330,11 @@ class Planner:
         return self.kv.num_new_blocks(self._request(view), num_tokens)
 
     def _request(self, view: RequestView) -> Request:
-        name = view.request_id
-        return self.waiting.get(name) or self.prefilling.get(name) or self._decoding[name]
+        return self._prompt(view.request_id) or self._decoding[view.request_id]
+
+    def _prompt(self, request_id: str) -> Request | None:
+        """The request of this id that waits or has an unfinished prompt."""
+        return self.waiting.get(request_id) or self.prefilling.get(request_id)
 
     def _dequeue(self, request: Request) -> None:
         del self.waiting[request.request_id]
@@ -367,47 +370,6 @@ class Planner:
         self.rows.scheduled[request.row] = end
         chunk = PrefillChunk(request.row, start, num_tokens, end == request.num_tokens)
         return PlannedChunk(request, int(self.rows.generation[request.row]), chunk)
-
-    def _checked(self, shares: Sequence[PrefillShare], state: SchedulerState) -> list[Request]:
-        """The requests of the shares; raises `SchedulerError` for shares that cannot be."""
-        if not isinstance(shares, Sequence) or not all(isinstance(s, PrefillShare) for s in shares):
-            raise self.scheduler.error(
-                f"scheduled {shown(shares)}; schedule() must return a sequence of PrefillShare"
-            )
-        requests: dict[str, Request] = {}
-        num_blocks = 0
-        for share in shares:
-            name = share.request_id
-            request = None
-            if isinstance(name, str):
-                request = self.waiting.get(name) or self.prefilling.get(name)
-            if request is None or name in requests:
-                raise self.scheduler.error(
-                    f"scheduled {shown(name)}, which neither waits nor has an unfinished prompt, "
-                    "or has a share already; give each request of state.waiting and "
-                    "state.prefilling one share at most, and no others"
-                )
-            done = self._num_cached_tokens(request) if request.row < 0 else request.num_scheduled
-            missing = request.num_tokens - done
-            num_tokens = share.num_tokens
-            if not (isinstance(num_tokens, Integral) and 1 <= num_tokens <= missing):
-                raise self.scheduler.error(
-                    f"gave {name!r} {shown(num_tokens)} tokens; it has {missing} to compute, so a "
-                    f"share is a whole number from 1 to {missing}"
-                )
-            requests[name] = request
-            num_blocks += self.kv.num_new_blocks(request, num_tokens)
-        for what, taken, limit in (
-            ("tokens", sum(share.num_tokens for share in shares), state.token_budget),
-            ("rows", sum(request.row < 0 for request in requests.values()), state.free_rows),
-            ("blocks", num_blocks, state.free_blocks),
-        ):
-            if taken > limit:
-                raise self.scheduler.error(
-                    f"gave out {taken} {what} in one step; {limit} were left, and SchedulerState "
-                    "says so"
-                )
-        return list(requests.values())
 
 
 def _array(appends: Sequence[Append]) -> NDArray[np.int32] | None:
