@@ -309,13 +309,13 @@ class Planner:
 
     def _state(self, steady: PlannedStep) -> SchedulerState:
         """What the scheduler sees of a step with these decoding rows."""
-        decoding = [self.running[row] for row in steady.batch.rows.tolist()]
+        decoding = map(self.running.__getitem__, steady.batch.rows.tolist())
         self._decoding = {request.request_id: request for request in decoding}
         return SchedulerState(
             step=self.step,
             waiting=self._waiting_view,
             prefilling=tuple(self.prefilling.values()),
-            decoding=tuple(decoding),
+            decoding=_ValuesView(self._decoding),
             token_budget=self.limits.prompt_budget(steady.plan.num_decode),
             free_rows=len(self.rows.free),
             free_blocks=self.kv.pool.num_free,

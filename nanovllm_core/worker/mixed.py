@@ -29,28 +29,33 @@ _MOST_FULL_STEPS = 16
 
 def mixed_keys(
     prompt_sizes: Sequence[int], full_step: int | None, max_rows: int, max_model_len: int
+) -> tuple[StepKey, ...]:
+    """Every captured step with prompts; none where there are no sizes.
+
+    Where steps are small, padding is no small part of them: those that fill the budget, of
+    `full_step` tokens, have graphs of their own.
+    """
+    full = _full_steps(full_step, max_rows) if prompt_sizes and full_step else ()
+    return tuple(dict.fromkeys((*_padded_steps(prompt_sizes, max_rows, max_model_len), *full)))
+
+
+def _padded_steps(
+    prompt_sizes: Sequence[int], max_rows: int, max_model_len: int
 ) -> Iterator[StepKey]:
-    """Every captured step with prompts: all token sizes at a few numbers of decode entries.
+    """All token sizes at a few numbers of decode entries.
 
     Sizes beyond what the chunks can fill are left out. A padded entry costs its share of the
     products, little beside the prompt's tokens, and a graph costs time at start: so each number of
-    entries is eight times the one before. Where steps are small, padding is no small part of them:
-    those that fill the budget, of `full_step` tokens, have graphs of their own.
+    entries is eight times the one before.
     """
-    if not prompt_sizes:
-        return
     num_rows = min(_FIRST_ROWS, max_rows)
-    keys = {}
     while True:
         largest = num_rows * max_model_len
         sizes = prompt_sizes[: 1 + bisect_left(prompt_sizes, largest)]
-        keys.update(dict.fromkeys(StepKey("mixed", size, num_rows) for size in sizes))
+        yield from (StepKey("mixed", size, num_rows) for size in sizes)
         if num_rows == max_rows:
-            break
+            return
         num_rows = min(8 * num_rows, max_rows)
-    if full_step is not None:
-        keys.update(dict.fromkeys(_full_steps(full_step, max_rows)))
-    yield from keys
 
 
 def _full_steps(full_step: int, max_rows: int) -> Iterator[StepKey]:

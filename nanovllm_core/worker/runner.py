@@ -73,7 +73,7 @@ class ModelRunner:
             self.bucket_sizes = tuple(range(1, config.limits.max_num_seqs + 1))
         max_rows = self.bucket_sizes[-1]
         prompt_sizes, full_step = setup.prompt_graph_sizes, config.full_step_size
-        self._mixed_keys = tuple(mixed_keys(prompt_sizes, full_step, max_rows, self.max_model_len))
+        self._mixed_keys = mixed_keys(prompt_sizes, full_step, max_rows, self.max_model_len)
         self.row_padding = rows_apart(max_rows) if self._mixed_keys and full_step else 1
         chunk_shapes = {
             key.num_chunks: chunk_table_shape(key.num_chunks) for key in self._mixed_keys

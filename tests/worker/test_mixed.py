@@ -65,12 +65,12 @@ def test_fresh_inputs_are_padding() -> None:
 
 def test_mixed_steps_are_captured_at_all_token_sizes_beside_ever_more_rows() -> None:
     """Each number of rows is eight times the one before; the last is all of them."""
-    keys = [*mixed_keys((128, 256), None, 256, 4096)]
+    keys = mixed_keys((128, 256), None, 256, 4096)
     assert [key.num_rows for key in keys if key.num_tokens == 128] == [8, 64, 256]
-    few = [*mixed_keys((64,), None, 20, 4096)]
-    assert few == [StepKey("mixed", 64, 8), StepKey("mixed", 64, 20)]
-    assert [*mixed_keys((64,), None, 3, 4096)] == [StepKey("mixed", 64, 3)]
-    assert [*mixed_keys((), 512, 256, 4096)] == []
+    few = mixed_keys((64,), None, 20, 4096)
+    assert few == (StepKey("mixed", 64, 8), StepKey("mixed", 64, 20))
+    assert mixed_keys((64,), None, 3, 4096) == (StepKey("mixed", 64, 3),)
+    assert mixed_keys((), 512, 256, 4096) == ()
 
 
 @pytest.mark.parametrize(
@@ -78,10 +78,10 @@ def test_mixed_steps_are_captured_at_all_token_sizes_beside_ever_more_rows() -> 
 )
 def test_a_step_that_fills_a_small_budget_is_padded_to_it(full_step: int, max_rows: int) -> None:
     """Whatever part of it decodes, for the padding of these rows is taken from the prompts."""
-    keys = [*mixed_keys((64,), full_step, max_rows, 4096)]
+    keys = mixed_keys((64,), full_step, max_rows, 4096)
     assert len(set(keys)) == len(keys)
     assert all(key.num_tokens <= full_step for key in keys)
-    assert len(keys) - len([*mixed_keys((64,), None, max_rows, 4096)]) <= 17
+    assert len(keys) - len(mixed_keys((64,), None, max_rows, 4096)) <= 17
     limits = EngineLimits(
         max_num_seqs=max_rows,
         max_num_batched_tokens=full_step,
