@@ -128,7 +128,11 @@ more than four times."""
 DECODE_WHOLE = DecodeTuning(tile=128, num_warps=4, num_stages=3, registers=255, second_wave=512)
 """A multiprocessor for each program, and mostly a program for each pair: nothing is merged then."""
 DECODE_SIX = replace(DECODE_FEW[2], num_stages=2)
-DECODE_MANY = DecodeTuning(tile=64, num_warps=4, num_stages=3, max_chunk=1024)
+DECODE_MANY = DecodeTuning(tile=64, num_warps=4, num_stages=3, max_chunk=4096)
+"""Rows that are no longer than an equal share of a program are not cut: what a cut costs, the start
+of a program and a merge, is more than what even ends gain, for the longest rows begin first. In
+chunks of 1,024 tokens at most, 66 to 150 rows of 8 KV heads took up to 5 % longer on an H200, and
+none 3 % less; in chunks of 2,048, rows of 2,000 to 4,000 tokens took up to 7 % longer."""
 DECODE_THREE = replace(DECODE_MANY, registers=168, second_wave=224)
 DECODE_FOUR = DecodeTuning(tile=64, num_warps=4, num_stages=2, registers=128, second_wave=224)
 """Without a second wave, 64 rows of 8 KV heads, four with 3,500 keys and the others with 350 in the
@@ -136,11 +140,6 @@ mean, took three times as long on an H200. Of 50 to 66 such rows those of about 
 are not cut, take 10 to 20 % less so than by DECODE_MANY, and unequal ones 5 to 10 % more. From 42
 to 49, DECODE_THREE took 3 to 13 % less than DECODE_SIX for equal rows, and 6 % less to 6 % more for
 others."""
-DECODE_LONG = replace(DECODE_MANY, max_chunk=2048)
-LONG_GROUP = 4
-"""Groups of so many query heads, and larger ones, use DECODE_LONG in the place of DECODE_MANY: the
-more heads, the more there is to merge. On an H200 mixed rows of 8 query heads took up to 5 % less
-time, and none more; with 2 query heads they took up to 2 % more."""
 DECODE_PAIRS = ((8, DECODE_ONE), (64, DECODE_FEW[2]))
 """The constants for steps of so many (row, KV head) at most, each of which is a program if not cut,
 or several in DECODE_ONE."""
@@ -245,16 +244,14 @@ def decode_tunings(
     if options.chunk_size or head_size > WIDE or element_size == 4:
         table = WIDE_DECODE if head_size > WIDE else DECODE_FEW
         return [(max_num_rows, _decode_tuning(table[element_size], options))]
-    group = num_heads // num_kv_heads
-    few = DECODE_PAIRS if group in ONE_GROUPS else DECODE_PAIRS[1:]
-    many = DECODE_LONG if group >= LONG_GROUP else DECODE_MANY
+    few = DECODE_PAIRS if num_heads // num_kv_heads in ONE_GROUPS else DECODE_PAIRS[1:]
     limits = list(few)
     for most, tuning in DECODE_RESIDENT:
         memory = program_memory(_decode_tuning(tuning, options), padded_head_size(head_size))
         programs = shared_memory // memory
         if programs >= most and (programs == 1 or tuning is not DECODE_WHOLE):
             limits.append((int(most * num_multiprocessors), tuning))
-    limits.append((max_num_rows * num_kv_heads, many))
+    limits.append((max_num_rows * num_kv_heads, DECODE_MANY))
     tunings: dict[int, DecodeTuning] = {}
     for most, tuning in limits:
         rows = min(most // num_kv_heads, max_num_rows)

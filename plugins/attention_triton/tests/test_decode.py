@@ -14,6 +14,7 @@ from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.tuning import (
     DECODE_FEW,
     DECODE_FOUR,
+    DECODE_MANY,
     DECODE_SIX,
     DECODE_THREE,
     DECODE_WHOLE,
@@ -114,18 +115,6 @@ def test_one_row_of_large_groups_is_cut_for_a_merge_of_one_round(paged_batch):
         assert few.most_heads >= num_heads // num_kv_heads
 
 
-def test_many_rows_of_large_groups_are_cut_into_longer_chunks(paged_batch):
-    """They have more to merge; small groups keep chunks that end closer together."""
-    config = replace(paged_batch([300]).backend().config, max_num_seqs=256, dtype=torch.float16)
-    longest = {}
-    for group in (1, 2, 4, 8):
-        heads = replace(config, num_heads=8 * group, num_kv_heads=8)
-        rows, many = TritonAttention(TritonOptions(), heads).decode_tunings[-1]
-        assert rows == 256
-        longest[group] = many.max_chunk
-    assert longest[1] == longest[2] < longest[4] == longest[8]
-
-
 def tunings(head_size=128, num_kv_heads=8, options=None, **device):
     """Those of 256 rows of groups of two heads in half precision, by default on an H200."""
     device = {"num_multiprocessors": 132, "shared_memory": 228 * 1024} | device
@@ -201,6 +190,34 @@ def test_rows_are_cut_into_two_waves_only_where_that_ends_sooner(tuning, lens, l
     if count > shape.resident_items(len(lens), tuning):
         in_order = [lens[row] for row in rows.tolist()]
         assert in_order == sorted(in_order, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("lens", "longest"),
+    [
+        ([1400] * 72, 1400),  # rows of equal length stay whole
+        ([300, 1900] * 50, 1900),  # and unequal ones that are no longer than a program's share
+        ([200] * 71 + [3900], 384),  # 18,100 tokens for 50 programs of each KV head
+        ([6000] * 80, 3008),  # a share is 4,096 tokens at most
+    ],
+)
+def test_of_many_rows_those_are_cut_that_are_longer_than_a_programs_share(lens, longest):
+    """`longest`: tokens that no program exceeds, and that some program nearly has."""
+    shape = DecodeShape(
+        num_heads=16,
+        num_kv_heads=8,
+        head_size=128,
+        max_num_seqs=128,
+        max_seq_len=16384,
+        num_multiprocessors=132,
+    )
+    workspace = DecodeWorkspace(shape, DECODE_MANY, torch.device("cpu"))
+    table = torch.zeros(len(lens), 64, dtype=torch.int32)
+    workspace.plan(torch.tensor(lens, dtype=torch.int32), table, 256)
+    count = int(workspace.num_items)
+    begins, ends = workspace.items[1:3, :count]
+    assert 3 * longest // 4 <= (ends - begins).max() <= longest
+    assert count == sum(-(-length // longest) for length in lens)
 
 
 @pytest.mark.parametrize(
