@@ -1,0 +1,45 @@
+"""`benchmarks/promises.py`: what one host is to reach, on a CPU with limits of its own."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "promises.py"
+RESULTS = SCRIPT.parent / "results" / "h200"
+
+
+def test_every_promise_is_measured_and_a_missed_one_ends_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two workloads by one engine, of which one cannot be as fast as is asked."""
+    pytest.importorskip("nanovllm_checkpoint_demo", reason="needs the plugin checkpoint_demo")
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    script = runpy.run_path(str(SCRIPT))
+    settings = {"device": "cpu", "max_model_len": 64, "max_num_seqs": 4}
+    least = {"6 x 20/9": 0.001, "1 x 20/5": 1e12}
+    part = script["Part"]("demo", least, runs=2, settings=settings)
+    monkeypatch.setitem(script["PARTS"], "demo", part)
+    out = tmp_path / "promises.json"
+    monkeypatch.setattr(sys, "argv", ["promises.py", "--parts", "demo", "--out", str(out)])
+    with pytest.raises(SystemExit, match="not kept: demo, 1 x 20/5$"):
+        script["main"]()
+    printed = capsys.readouterr().out
+    assert printed.count("at least") == 2
+    assert printed.count("MISSED") == 1
+    rows = json.loads(out.read_text("utf-8"))["rows"]
+    assert [row["name"] for row in rows] == ["demo, 6 x 20/9", "demo, 1 x 20/5"]
+    assert all(row["value"] > 0 for row in rows)
+
+
+def test_a_time_is_kept_below_its_limit_and_a_rate_above() -> None:
+    """At the limit both are."""
+    row = runpy.run_path(str(SCRIPT))["Row"]
+    assert row("start", "s", 5.0, 5.0, is_time=True).is_kept
+    assert not row("start", "s", 5.1, 5.0, is_time=True).is_kept
+    assert row("nano", "tok/s", 5.0, 5.0).is_kept
+    assert not row("nano", "tok/s", 4.9, 5.0).is_kept
