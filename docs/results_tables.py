@@ -332,6 +332,21 @@ def goals_table(results: Results) -> str:
     return table(("", "now", "aim", "floor", "commit", "what limits it"), rows)
 
 
+def promises_table(results: Results) -> str:
+    """What one host reached of the figures that are promised."""
+    rows = []
+    for row in results.entries("promises", "rows"):
+        value, limit = (f"{row[name]:,.{_digits(row[name])}f}" for name in ("value", "limit"))
+        bound = "at most" if row["is_time"] else "at least"
+        rows.append((f"{row['name']}, {row['unit']}", value, f"{bound} {limit}"))
+    return table(("", "this host", "promised"), rows)
+
+
+def _digits(value: float) -> int:
+    """Behind the point, so that three or more are shown."""
+    return 0 if value >= 1000 else 1 if value >= 10 else 2
+
+
 def files_table(results: Results) -> str:
     """Which commit each file was measured at."""
     rows = []
@@ -371,6 +386,7 @@ PERFORMANCE: Tables = {
     "attention decode": partial(attention_table, phase="decode"),
     "transformers": compare_table,
     "truncation": truncation_table,
+    "promises": promises_table,
     "goals": goals_table,
     "steps": steps_table,
     "files": files_table,

@@ -85,10 +85,12 @@ def parallel_table() -> str:
     rows = []
     for file in sorted(MEASURED.glob("parallel_*.json")):
         record = json.loads(file.read_text())
+        scheduler = json.loads(record["settings"]).get("scheduler")
+        by = f", by `{scheduler}`" if scheduler else ""
         for layout, found in record["layouts"].items():
             for workload, row in found.get("workloads", {}).items():
                 rate, share = row["tokens_per_second"], row["share_of_floor"]
-                shown = [_layout_name(layout), workload, f"{rate:,.0f}", f"{share:.0%}"]
+                shown = [_layout_name(layout), workload + by, f"{rate:,.0f}", f"{share:.0%}"]
                 rows.append([Path(record["model"]).name, *shown])
     return table(["model", "layout", "workload", "output tok/s", "share of its floor"], rows)
 

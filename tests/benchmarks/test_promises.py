@@ -26,7 +26,7 @@ def test_every_promise_is_measured_and_a_missed_one_ends_with_its_name(
     monkeypatch.setitem(script["PARTS"], "demo", part)
     out = tmp_path / "promises.json"
     monkeypatch.setattr(sys, "argv", ["promises.py", "--parts", "demo", "--out", str(out)])
-    with pytest.raises(SystemExit, match="not kept: demo, 1 x 20/5$"):
+    with pytest.raises(SystemExit, match=r"not kept: demo, 1 x 20/5$"):
         script["main"]()
     printed = capsys.readouterr().out
     assert printed.count("at least") == 2
