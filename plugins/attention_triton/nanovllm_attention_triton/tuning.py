@@ -131,7 +131,7 @@ DECODE_SIX = replace(DECODE_FEW[2], num_stages=2)
 DECODE_MANY = DecodeTuning(tile=64, num_warps=4, num_stages=3, max_chunk=4096)
 """Rows that are no longer than an equal share of a program are not cut: what a cut costs, the start
 of a program and a merge, is more than what even ends gain, for the longest rows begin first. In
-chunks of 1,024 tokens at most, 66 to 150 rows of 8 KV heads took up to 5 % longer on an H200, and
+chunks of 1,024 tokens at most, 66 to 150 rows of 8 KV heads took up to 6 % longer on an H200, and
 none 3 % less; in chunks of 2,048, rows of 2,000 to 4,000 tokens took up to 7 % longer."""
 DECODE_THREE = replace(DECODE_MANY, registers=168, second_wave=224)
 DECODE_FOUR = DecodeTuning(tile=64, num_warps=4, num_stages=2, registers=128, second_wave=224)
@@ -145,9 +145,7 @@ DECODE_PAIRS = ((8, DECODE_ONE), (64, DECODE_FEW[2]))
 or several in DECODE_ONE."""
 DECODE_RESIDENT = ((1, DECODE_WHOLE), (2.5, DECODE_SIX), (3, DECODE_THREE), (4, DECODE_FOUR))
 """The same for so many on each multiprocessor, where it has room for as many programs at once.
-Beyond, DECODE_MANY took 8 to 12 % less on an H200 than tiles of 32 for 513 to 768 of them, and
-chunks of 1,024 tokens at most as much less than those of 512 for rows of equal lengths, which are
-not cut then."""
+Beyond, DECODE_MANY took 8 to 12 % less on an H200 than tiles of 32 for 513 to 768 of them."""
 OTHER_SHARED_MEMORY = 9 * 1024
 """At most what a program takes beside its tiles: queries, weights, and what CUDA reserves."""
 DECODE_REGISTERS = 168
