@@ -137,9 +137,9 @@ DECODE_THREE = replace(DECODE_MANY, registers=168, second_wave=224)
 DECODE_FOUR = DecodeTuning(tile=64, num_warps=4, num_stages=2, registers=128, second_wave=224)
 """Without a second wave, 64 rows of 8 KV heads, four with 3,500 keys and the others with 350 in the
 mean, took three times as long on an H200. Of 50 to 66 such rows those of about one length, which
-are not cut, take 10 to 20 % less so than by DECODE_MANY, and unequal ones 5 to 10 % more. From 42
-to 49, DECODE_THREE took 3 to 13 % less than DECODE_SIX for equal rows, and 6 % less to 6 % more for
-others."""
+are not cut, took 10 to 20 % less so than by DECODE_MANY with chunks of 1,024 tokens, and unequal
+ones 5 to 10 % more. From 42 to 49, DECODE_THREE took 3 to 13 % less than DECODE_SIX for equal rows,
+and 6 % less to 6 % more for others."""
 DECODE_PAIRS = ((8, DECODE_ONE), (64, DECODE_FEW[2]))
 """The constants for steps of so many (row, KV head) at most, each of which is a program if not cut,
 or several in DECODE_ONE."""

@@ -150,6 +150,22 @@ def test_each_number_of_rows_has_constants_that_are_resident_at_once():
     assert not {DECODE_WHOLE, DECODE_THREE, DECODE_FOUR} & {*small.values()}
 
 
+def planned_items(tuning, lens):
+    """The shape of 16 query and 8 KV heads on an H200; each item's row, first and end token."""
+    shape = DecodeShape(
+        num_heads=16,
+        num_kv_heads=8,
+        head_size=128,
+        max_num_seqs=128,
+        max_seq_len=16384,
+        num_multiprocessors=132,
+    )
+    workspace = DecodeWorkspace(shape, tuning, torch.device("cpu"))
+    table = torch.zeros(len(lens), 64, dtype=torch.int32)
+    workspace.plan(torch.tensor(lens, dtype=torch.int32), table, 256)
+    return shape, workspace.items[:3, : int(workspace.num_items)]
+
+
 @pytest.mark.parametrize(
     ("tuning", "lens", "longest"),
     [
@@ -171,19 +187,8 @@ def test_rows_are_cut_into_two_waves_only_where_that_ends_sooner(tuning, lens, l
 
     The programs of the longest rows begin first where not all of them begin at once.
     """
-    shape = DecodeShape(
-        num_heads=16,
-        num_kv_heads=8,
-        head_size=128,
-        max_num_seqs=64,
-        max_seq_len=4096,
-        num_multiprocessors=132,
-    )
-    workspace = DecodeWorkspace(shape, tuning, torch.device("cpu"))
-    table = torch.zeros(len(lens), 16, dtype=torch.int32)
-    workspace.plan(torch.tensor(lens, dtype=torch.int32), table, 256)
-    count = int(workspace.num_items)
-    rows, begins, ends = workspace.items[:3, :count]
+    shape, (rows, begins, ends) = planned_items(tuning, lens)
+    count = len(rows)
     assert max(longest - 128, 1) <= (ends - begins).max() <= longest
     if len({*lens}) == 1 and len(lens) > 1:
         assert count == len(lens)
@@ -203,21 +208,9 @@ def test_rows_are_cut_into_two_waves_only_where_that_ends_sooner(tuning, lens, l
 )
 def test_of_many_rows_those_are_cut_that_are_longer_than_a_programs_share(lens, longest):
     """`longest`: tokens that no program exceeds, and that some program nearly has."""
-    shape = DecodeShape(
-        num_heads=16,
-        num_kv_heads=8,
-        head_size=128,
-        max_num_seqs=128,
-        max_seq_len=16384,
-        num_multiprocessors=132,
-    )
-    workspace = DecodeWorkspace(shape, DECODE_MANY, torch.device("cpu"))
-    table = torch.zeros(len(lens), 64, dtype=torch.int32)
-    workspace.plan(torch.tensor(lens, dtype=torch.int32), table, 256)
-    count = int(workspace.num_items)
-    begins, ends = workspace.items[1:3, :count]
+    _, (rows, begins, ends) = planned_items(DECODE_MANY, lens)
     assert 3 * longest // 4 <= (ends - begins).max() <= longest
-    assert count == sum(-(-length // longest) for length in lens)
+    assert len(rows) == sum(-(-length // longest) for length in lens)
 
 
 @pytest.mark.parametrize(
