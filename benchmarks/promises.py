@@ -1,4 +1,4 @@
-"""The figures that this project promises of one GPU, measured one after another on one host.
+"""The throughputs and starts that this project promises of one GPU, measured on one host.
 
     python benchmarks/promises.py [--parts start qwen3-0.6b ...] [--out FILE]
 
@@ -23,13 +23,12 @@ from typing import Any
 from nanovllm_bench.environment import describe_environment
 from nanovllm_bench.record import write_record
 from nanovllm_bench.throughput import timed_generate
-from nanovllm_bench.workloads import load_format, recorded_workload
+from nanovllm_bench.workloads import load_format, nano_workload
 from nanovllm_core import LLM
 
 FOLDER = Path(__file__).parent
 TEMPERATURE = 0.6
 BY_LPT = {"scheduler": "lpt", "limits": {"max_num_batched_tokens": 384}}
-COUNTS = {"nano": 256}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +89,18 @@ STARTS = {"empty": 12.0, "warm": 5.0}
 """Seconds at most of a start of Qwen3-0.6B, by the Triton cache that it finds."""
 
 
-def measure(part: Part, folder: Path = FOLDER / "configs") -> Iterator[Row]:
+def measure(part: Part) -> Iterator[Row]:
     """The rows of an engine, as they are measured."""
-    model = str(folder / part.model) if (folder / part.model).is_dir() else part.model
+    from parallel import workload_of
+
+    config = FOLDER / "configs" / part.model
+    model = str(config) if config.is_dir() else part.model
     settings = {"load_format": load_format(model), "max_model_len": 4096, **part.settings}
-    by = " by lpt" if part.settings == BY_LPT else ""
+    scheduler = part.settings.get("scheduler")
+    by = f" by {scheduler}" if scheduler else ""
     with LLM(model, **settings) as llm:
         for name, least in part.least.items():
-            num_seqs = COUNTS.get(name) or int(name.split()[0])
-            record = {"workload": name, "num_seqs": num_seqs}
-            workload = recorded_workload(record).within(llm.info.vocab_size)
+            workload = workload_of(name, 1).within(llm.info.vocab_size)
             timed_generate(llm, workload.share(8), TEMPERATURE)
             best = min(timed_generate(llm, workload, TEMPERATURE) for _ in range(part.runs))
             rate = workload.num_output_tokens / best
@@ -112,7 +113,7 @@ def measure_asking(llm: LLM, part: Part) -> Iterator[Row]:
     """What requests that ask for more reach of plain ones, by `asking.py`."""
     from asking import measure as by_kind
 
-    kinds = by_kind(llm, recorded_workload({"workload": "nano", "num_seqs": 256}), turns=2)
+    kinds = by_kind(llm, nano_workload(), turns=2)
     for kind, least in (part.asking or {}).items():
         yield Row(f"{part.model}, nano, {kind}", "of plain", kinds[kind]["to_plain"], least)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "promises.py"
-RESULTS = SCRIPT.parent / "results" / "h200"
 
 
 def test_every_promise_is_measured_and_a_missed_one_ends_with_its_name(
@@ -34,6 +33,18 @@ def test_every_promise_is_measured_and_a_missed_one_ends_with_its_name(
     rows = json.loads(out.read_text("utf-8"))["rows"]
     assert [row["name"] for row in rows] == ["demo, 6 x 20/9", "demo, 1 x 20/5"]
     assert all(row["value"] > 0 for row in rows)
+
+
+def test_every_workload_and_kind_that_is_promised_is_one_that_can_be_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By their names, which other programs know."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    workload_of = runpy.run_path(str(SCRIPT.parent / "parallel.py"))["workload_of"]
+    kinds = runpy.run_path(str(SCRIPT.parent / "asking.py"))["KINDS"]
+    for part in runpy.run_path(str(SCRIPT))["PARTS"].values():
+        assert all(workload_of(name, 1).num_output_tokens > 0 for name in part.least)
+        assert {*(part.asking or ())} <= {*kinds}
 
 
 def test_a_time_is_kept_below_its_limit_and_a_rate_above() -> None:
