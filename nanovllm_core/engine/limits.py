@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
@@ -89,7 +90,7 @@ class EngineLimits:
         if len(token_ids) == 0:
             raise InvalidPromptError("the prompt is empty (0 tokens); give at least 1 token")
         ids = _as_array(token_ids)
-        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise InvalidPromptError(
                 f"a prompt is a flat list of whole token ids; got {ids.ndim} dimensions of "
                 f"{ids.dtype}"
@@ -105,7 +106,7 @@ class EngineLimits:
                 f"the prompt has {len(ids)} tokens; max_model_len is {self.max_model_len}, so a "
                 f"prompt holds at most {self.max_model_len - 1}; shorten it or raise max_model_len"
             )
-        checked = ids.astype(np.int32)
+        checked = ids.astype(np.int32, copy=not isinstance(token_ids, list))
         checked.flags.writeable = False
         return checked
 
@@ -155,8 +156,15 @@ class EngineLimits:
 
 
 def _as_array(token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[Any]:
-    """Of whatever type; `array` takes half as long as numpy for a list, and only integers."""
+    """Of whatever type; a list's is its own.
+
+    `struct` takes half as long as numpy for a list, and only integers, which `array` takes where
+    one needs more than 32 bits.
+    """
     with suppress(TypeError, OverflowError, ValueError):
-        is_list = isinstance(token_ids, list)
-        return np.frombuffer(array("q", token_ids), np.int64) if is_list else np.asarray(token_ids)
+        if not isinstance(token_ids, list):
+            return np.asarray(token_ids)
+        with suppress(struct.error):
+            return np.frombuffer(struct.pack(f"{len(token_ids)}i", *token_ids), np.int32)
+        return np.frombuffer(array("q", token_ids), np.int64)
     return np.array(token_ids, dtype=object)

@@ -49,7 +49,7 @@ def check_token_ids(prompt: Sequence[int]) -> list[int]:
         raise InvalidPromptError(
             f"a prompt is text or a list of token ids; got {type(prompt).__name__} {shown(prompt)}"
         ) from None
-    if set(map(type, ids)) <= {int}:  # nearly always, and in no Python loop
+    if operator.countOf(map(type, ids), int) == len(ids):  # nearly always, and in no Python loop
         return ids
     for index, token_id in enumerate(ids):
         try:

@@ -75,7 +75,11 @@ def test_a_prompt_is_checked_up_to_the_last_id_and_the_last_place() -> None:
     with pytest.raises(ValueError, match="read-only"):
         prompt[0] = 1
     assert LIMITS.check_prompt(np.array([3], np.int64)).tolist() == [3]
-    for wrong in (50, -1):
+    given = np.array([3], np.int32)
+    kept = LIMITS.check_prompt(given)
+    given[0] = 4
+    assert kept.tolist() == [3]
+    for wrong in (50, -1, 2**31, -(2**40)):
         with pytest.raises(InvalidPromptError, match=f"holds token id {wrong}, outside"):
             LIMITS.check_prompt([1, wrong, 51])
     with pytest.raises(InvalidPromptError, match="empty"):
