@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -106,7 +105,7 @@ class EngineLimits:
                 f"the prompt has {len(ids)} tokens; max_model_len is {self.max_model_len}, so a "
                 f"prompt holds at most {self.max_model_len - 1}; shorten it or raise max_model_len"
             )
-        checked = ids.astype(np.int32, copy=not isinstance(token_ids, list))
+        checked = ids.astype(np.int32)
         checked.flags.writeable = False
         return checked
 
@@ -156,15 +155,8 @@ class EngineLimits:
 
 
 def _as_array(token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[Any]:
-    """Of whatever type; a list's is its own.
-
-    `struct` takes half as long as numpy for a list, and only integers, which `array` takes where
-    one needs more than 32 bits.
-    """
-    with suppress(TypeError, OverflowError, ValueError):
-        if not isinstance(token_ids, list):
-            return np.asarray(token_ids)
-        with suppress(struct.error):
-            return np.frombuffer(struct.pack(f"{len(token_ids)}i", *token_ids), np.int32)
-        return np.frombuffer(array("q", token_ids), np.int64)
+    """Of whatever type; `struct` takes half as long as numpy for a list, and only integers."""
+    with suppress(TypeError, OverflowError, ValueError, struct.error):
+        packed = struct.pack(f"{len(token_ids)}q", *token_ids) if type(token_ids) is list else b""
+        return np.frombuffer(packed, np.int64) if packed else np.asarray(token_ids)
     return np.array(token_ids, dtype=object)
