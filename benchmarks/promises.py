@@ -63,6 +63,7 @@ PARTS = {
     "qwen3-0.6b": Part(
         "qwen3-0.6b",
         {
+            "nano": 29_000,
             "1 x 512/512": 1_650,
             "16 x 512/512": 14_000,
             "64 x 512/512": 25_800,
@@ -76,12 +77,6 @@ PARTS = {
             "repetition_penalty 1.1": 0.96,
             "logprobs 5": 0.96,
         },
-    ),
-    "qwen3-0.6b-lpt": Part(
-        "qwen3-0.6b",
-        {"nano": 29_000},
-        runs=3,
-        settings={"attention": "triton", "scheduler": "lpt"},
     ),
     "qwen3-8b": Part("qwen3-8b", {"1 x 512/512": 240, "16 x 512/512": 3_100}, runs=2, settings={}),
     "qwen3-8b-lpt": Part("qwen3-8b", {"nano": 10_400}, runs=2, settings=BY_LPT),
