@@ -1,6 +1,6 @@
 # make demo        install into .venv and let the embedded model write
 # make serve       the same, and serve it on this machine: prints the address
-# make test        install into .venv, check and test all but the slow tests (some 15 minutes on two cores)
+# make test        install into .venv, check and test all but the slow tests (some 16 minutes on two cores)
 # make test-full   the slow tests, which `make test` leaves out
 # make test-speed  comparisons of time, with nothing else on the machine
 # make mutants     change 200 lines, one at a time, and see whether the tests notice (half an hour)
