@@ -271,13 +271,17 @@ class StagingRing:
     """Host-to-device copies of int32 arrays that never wait for the device.
 
     Pinned buffers are used in turn, each guarded by an event, so that none is written again while
-    its copy is in flight. A step takes at most three of them.
+    its copy is in flight. A step takes at most three of them. They hold `capacity` numbers from
+    the start: to pin memory waits for the device, and only an array of more has a buffer pinned.
     """
 
-    def __init__(self, device: torch.device, num_slots: int) -> None:
+    def __init__(self, device: torch.device, num_slots: int, capacity: int) -> None:
         self._device = device
-        self._buffers = [torch.empty(0, dtype=torch.int32) for _ in range(num_slots)]
         on_cuda = device.type == "cuda"
+        buffers = torch.empty(
+            (num_slots, capacity * on_cuda), dtype=torch.int32, pin_memory=on_cuda
+        )
+        self._buffers = list(buffers.unbind())
         self._events = [torch.cuda.Event() for _ in range(num_slots)] if on_cuda else []
         self._next = 0
 
