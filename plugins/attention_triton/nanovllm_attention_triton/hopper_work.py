@@ -75,7 +75,10 @@ def find_work(item, seqs, GROUP: gl.constexpr, BLOCK_N: gl.constexpr):
 def find_row_block(
     row_block, query_start_ptr, num_seqs, GROUP: gl.constexpr, BLOCK_M: gl.constexpr
 ):
-    """As `prefill_kernels.find_row_block`, which Gluon cannot call."""
+    """The sequence of a block of rows, and the block's first row in it.
+
+    Blocks are numbered as in `prefill_kernels.find_row_block`, but a sequence's in their order.
+    """
     base = gl.load(query_start_ptr)
     low = 0
     high = num_seqs

@@ -46,7 +46,7 @@ def packed_kernel(
 ):
     """Attend BLOCK_M queries of one head of one sequence. Grid: (heads, row blocks of all).
 
-    Row blocks are numbered as `find_row_block` says; one beyond its sequence returns at once. A
+    Row blocks are numbered as `find_row_block` says; one that no sequence has returns at once. A
     key's columns are multiplied in two parts, FRONT, a power of two, and REST more, or 192 columns
     would be padded to 256; a part is padded to its block (FRONT to 16 at least). CAUSAL: the last
     query sees all keys, the one before it one key less; else each sees all. Nothing is read of
@@ -54,12 +54,10 @@ def packed_kernel(
     no key gets 0, and a log-sum-exp of -inf; `lse_ptr` is written WITH_LSE, in the natural base.
     """
     head = tl.program_id(0)
-    # The last blocks of a sequence see the most keys: they come first.
-    row_block = tl.num_programs(1) - 1 - tl.program_id(1)
-    seq, first_row = find_row_block(row_block, query_start_ptr, num_seqs, 1, BLOCK_M)
-    query_start = tl.load(query_start_ptr + seq)
-    query_len = tl.load(query_start_ptr + seq + 1) - query_start
-    if first_row >= query_len:
+    seq, query_start, query_len, first_row = find_row_block(
+        tl.program_id(1), query_start_ptr, num_seqs, 1, BLOCK_M
+    )
+    if first_row < 0:
         return
     key_start = tl.load(key_start_ptr + seq)
     key_len = tl.load(key_start_ptr + seq + 1) - key_start

@@ -56,8 +56,8 @@ def prefill_kernel(
     A row is a query of one head; the heads of a group lie side by side, so that a block spans few
     positions and wastes little beyond the diagonal. A sequence's queries are its last positions.
     The row blocks of all sequences are numbered as `find_row_block` says, so that the grid follows
-    from their tokens and their number; a sequence's last row blocks, which see the most keys, come
-    first. A row block beyond its sequence's rows returns at once. Cache blocks are named by ids.
+    from their tokens and their number; one that no sequence has returns at once. Cache blocks are
+    named by ids.
 
     Tiles that lie wholly within the sequence are loaded unmasked: by the copy engine where
     `k_desc` and `v_desc` describe the caches (a cache block holds whole tiles), else (None) by
@@ -71,11 +71,10 @@ def prefill_kernel(
     read as zeros.
     """
     kv_head = tl.program_id(0)
-    row_block = tl.num_programs(1) - 1 - tl.program_id(1)
-    seq, first_row = find_row_block(row_block, query_start_ptr, num_seqs, GROUP, BLOCK_M)
-    query_start = tl.load(query_start_ptr + seq)
-    query_len = tl.load(query_start_ptr + seq + 1) - query_start
-    if first_row >= query_len * GROUP:
+    seq, query_start, query_len, first_row = find_row_block(
+        tl.program_id(1), query_start_ptr, num_seqs, GROUP, BLOCK_M
+    )
+    if first_row < 0:
         return
     seq_len = tl.load(seq_lens_ptr + seq)
     context = seq_len - query_len
@@ -182,22 +181,32 @@ def prefill_kernel(
 def find_row_block(
     row_block, query_start_ptr, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """The sequence of a block of rows, and the block's first row in it, by bisection.
+    """The sequence of a block of rows, its first query and their number, and the block's first row.
 
     Sequence s has the blocks from `rows before s // BLOCK_M + s` on: at least as many as its rows
-    need, since it is one more than the whole blocks that end in it; what is over has no rows.
-    Rows before the first sequence count for nothing.
+    need, since it is one more than the whole blocks that end in it. Its last rows, which see the
+    most keys, are its first block; a block that is over has a first row below 0. Rows before the
+    first sequence count for nothing. A captured step has room for many sequences, and those that
+    are not there are empty and last: their blocks are found without the bisection.
     """
     base = tl.load(query_start_ptr)
+    rows = (tl.load(query_start_ptr + num_seqs) - base) * GROUP
+    empty = row_block - rows // BLOCK_M
     low = tl.full([], 0, tl.int32)
     high = num_seqs
+    if empty > 0 and empty < num_seqs:  # noqa: SIM102 - the load is for these alone
+        if (tl.load(query_start_ptr + empty) - base) * GROUP == rows:
+            low = empty
+            high = empty + 1
     while high - low > 1:
         middle = (low + high) // 2
         start = (tl.load(query_start_ptr + middle) - base) * GROUP // BLOCK_M + middle
         low = tl.where(start <= row_block, middle, low)
         high = tl.where(start <= row_block, high, middle)
-    start = (tl.load(query_start_ptr + low) - base) * GROUP // BLOCK_M + low
-    return low, (row_block - start) * BLOCK_M
+    query_start = tl.load(query_start_ptr + low)
+    query_len = tl.load(query_start_ptr + low + 1) - query_start
+    number = row_block - ((query_start - base) * GROUP // BLOCK_M + low)
+    return low, query_start, query_len, (tl.cdiv(query_len * GROUP, BLOCK_M) - 1 - number) * BLOCK_M
 
 
 @triton.jit

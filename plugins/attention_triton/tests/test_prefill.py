@@ -6,15 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings, strategies as st
 
 from nanovllm_attention_triton import hopper_prefill, prefill
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.prefill import (
     CAUSAL,
+    count_row_blocks,
     describable,
     fits_hopper,
     prefill_attention,
 )
+from nanovllm_attention_triton.prefill_kernels import find_row_block
 from nanovllm_attention_triton.tuning import PREFILL
 from nanovllm_core.api import UnsupportedError
 
@@ -85,6 +90,49 @@ def test_the_grid_follows_from_the_tokens_not_from_the_longest_prompt(paged_batc
     batch.prefill()
     block_m = PREFILL[4].block_m
     assert grids.seen == [(2, 820 * 2 // block_m + 21)]
+
+
+@triton.jit
+def note_row_blocks(out_ptr, query_start_ptr, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    row_block = tl.program_id(0)
+    seq, start, length, first_row = find_row_block(
+        row_block, query_start_ptr, num_seqs, GROUP, BLOCK_M
+    )
+    tl.store(out_ptr + row_block * 4, seq)
+    tl.store(out_ptr + row_block * 4 + 1, start)
+    tl.store(out_ptr + row_block * 4 + 2, length)
+    tl.store(out_ptr + row_block * 4 + 3, first_row)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    before=st.integers(0, 9),
+    lens=st.lists(st.sampled_from([0, 1, 7, 8, 9, 16, 33]), min_size=1, max_size=6),
+    num_absent=st.integers(0, 9),
+    group=st.sampled_from([1, 2, 3]),
+)
+def test_every_row_block_has_one_program_and_absent_sequences_have_the_last(
+    before, lens, num_absent, group
+):
+    """A sequence's last rows first; rows of others before all, and empty sequences anywhere."""
+    lens = [*lens, *[0] * num_absent]
+    starts = torch.tensor([before, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    blocks = count_row_blocks(sum(lens), len(lens), group, 8)
+    out = torch.zeros(blocks, 4, dtype=torch.int32)
+    note_row_blocks[(blocks,)](out, starts, len(lens), GROUP=group, BLOCK_M=8)
+    whole = [tuple(row) for row in out.tolist()]
+    found = [(seq, first) for seq, _, _, first in whole if first >= 0]
+    expected = [
+        (seq, first)
+        for seq, length in enumerate(lens)
+        for first in reversed(range(0, length * group, 8))
+    ]
+    assert found == expected
+    assert all(starts[seq] == start for seq, start, _, first in whole if first >= 0)
+    assert all(lens[seq] == length for seq, _, length, first in whole if first >= 0)
+    present = len(lens) - num_absent
+    most = count_row_blocks(sum(lens), present, group, 8)
+    assert all(first < 0 for _, _, _, first in whole[most:])
 
 
 def test_more_queries_than_a_grid_holds_are_refused(paged_batch, monkeypatch):
