@@ -29,6 +29,7 @@ from nanovllm_core import LLM
 FOLDER = Path(__file__).parent
 TEMPERATURE = 0.6
 BY_LPT = {"scheduler": "lpt", "limits": {"max_num_batched_tokens": 384}}
+BY_LPT_IN_LARGE_STEPS = {"scheduler": "lpt", "limits": {"max_num_batched_tokens": 4096}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +61,15 @@ class Part:
 
 
 PARTS = {
+    "qwen3-0.6b-lpt": Part(
+        "qwen3-0.6b",
+        {"nano": 29_000},
+        runs=3,
+        settings={"attention": "triton", **BY_LPT_IN_LARGE_STEPS},
+    ),
     "qwen3-0.6b": Part(
         "qwen3-0.6b",
         {
-            "nano": 29_000,
             "1 x 512/512": 1_650,
             "16 x 512/512": 14_000,
             "64 x 512/512": 25_800,
