@@ -38,8 +38,10 @@ def test_prefill_sees_its_window_and_caps_its_scores(paged_batch, window, cap):
     batch.assert_right(batch.prefill())
 
 
-@pytest.mark.parametrize(("block_size", "dtype"), [(16, torch.float32), (64, torch.float16)])
-@pytest.mark.parametrize(("window", "cap"), [(None, None), (40, 2.0)])
+@pytest.mark.parametrize(
+    ("block_size", "dtype", "window", "cap"),
+    [(16, torch.float32, 40, 2.0), (64, torch.float16, None, None)],
+)
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
 def test_every_head_size_with_window_and_cap(
     paged_batch, head_size, block_size, window, cap, dtype
