@@ -41,6 +41,8 @@ _SEED = slice(6, 8)
 _STOP_IDS = slice(8, 8 + MAX_DEVICE_STOP_IDS)
 _PARAMETERS = slice(8 + MAX_DEVICE_STOP_IDS, None)
 
+_PINNED = 2**17
+"""Numbers for which each buffer has room from the start: 30,000 new ids and what goes with them."""
 _NO_TOP_K = 2**31 - 1
 # Rounding may bring a sum of probabilities to 1 before the last id: 1 means no limit.
 _NO_TOP_P = 2.0
@@ -271,17 +273,15 @@ class StagingRing:
     """Host-to-device copies of int32 arrays that never wait for the device.
 
     Pinned buffers are used in turn, each guarded by an event, so that none is written again while
-    its copy is in flight. A step takes at most three of them. They hold `capacity` numbers from
-    the start: to pin memory waits for the device, and only an array of more has a buffer pinned.
+    its copy is in flight. A step takes at most three of them. To pin memory waits for the device,
+    so they have room for most steps from the start; only a larger array has its buffer pinned anew.
     """
 
-    def __init__(self, device: torch.device, num_slots: int, capacity: int) -> None:
+    def __init__(self, device: torch.device, num_slots: int) -> None:
         self._device = device
         on_cuda = device.type == "cuda"
-        buffers = torch.empty(
-            (num_slots, capacity * on_cuda), dtype=torch.int32, pin_memory=on_cuda
-        )
-        self._buffers = list(buffers.unbind())
+        shape = num_slots, _PINNED * on_cuda
+        self._buffers = list(torch.empty(shape, dtype=torch.int32, pin_memory=on_cuda).unbind())
         self._events = [torch.cuda.Event() for _ in range(num_slots)] if on_cuda else []
         self._next = 0
 

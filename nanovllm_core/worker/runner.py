@@ -83,9 +83,7 @@ class ModelRunner:
         self.ops = get_row_ops(device)
         self.sampling = StepSampler(setup, kernels, model, self.tables, self.ops, tp)
         self._updates = RowUpdates(self.tables)
-        # The ids that a step may bring with their addresses, and as much again for all else.
-        capacity = 4 * (config.limits.max_num_batched_tokens + self.max_model_len)
-        self._staging = StagingRing(device, 3 * (config.steps_ahead + 2), capacity)
+        self._staging = StagingRing(device, num_slots=3 * (config.steps_ahead + 2))
         self._clears_blocks = setup.clears_blocks
         self.keys = (*map(StepKey.decode, self.bucket_sizes), *self._mixed_keys)
         self.prompt_sizes = tuple(sorted({key.num_tokens for key in self._mixed_keys}))

@@ -48,8 +48,7 @@ def admission(row: int, token_ids: list[int], **changes: Any) -> Admission:
 def apply(tables: RowTables, updates: RowUpdates) -> None:
     packed = updates.take()
     if packed is not None:
-        staging = StagingRing(CPU, num_slots=1, capacity=0)
-        rows_reference.scatter_updates(tables.arena, staging.copy(packed))
+        rows_reference.scatter_updates(tables.arena, StagingRing(CPU, num_slots=1).copy(packed))
 
 
 def admit(tables: RowTables, *admissions: Admission, active: tuple[int, ...] = ()) -> None:
