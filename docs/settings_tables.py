@@ -56,10 +56,17 @@ def allowed(schema: Mapping[str, Any]) -> str:
 
 
 def bound(value: float) -> str:
-    """A limit; whole numbers of 64 bits as a power."""
+    """A limit; whole numbers near a large power of two by that power.
+
+    >>> bound(300), bound(2**63), bound(1 - 2**63)
+    ('300', '2^63', '-(2^63 - 1)')
+    """
     if isinstance(value, float) or abs(value) < 2**31:
         return f"{value:g}" if isinstance(value, float) else str(value)
-    return "2^63" if value > 0 else "-2^63"
+    exponent = (abs(value) + 1).bit_length() - 1
+    less = 2**exponent - abs(value)
+    power = f"2^{exponent}" if not less else f"2^{exponent} - {less}"
+    return power if value > 0 else f"-({power})" if less else f"-{power}"
 
 
 def default(schema: Mapping[str, Any], required: bool) -> str:

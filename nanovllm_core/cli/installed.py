@@ -34,6 +34,8 @@ KNOWN_COMMANDS: Mapping[str, str] = {
 }
 """Commands of this project's own distributions, and the extra that installs each."""
 
+COMPLETION_OPTIONS = frozenset({"install_completion", "show_completion"})
+"""That typer adds to an application, by the names of their parameters."""
 VARIABLE = f"{ENV_PREFIX}PLUGINS__ENABLE"
 """The variable that enables extensions."""
 
@@ -105,12 +107,15 @@ def load_command(path: str, entries: Sequence[EntryPoint]) -> Any:
             app = typer.Typer(add_completion=False)
             app.command()(target)
             target = app
-        return typer.main.get_command(target)
+        command = typer.main.get_command(target)
     except (Exception, SystemExit) as error:
         raise PluginLoadError(
             f"{words} of {_owner(entry)} cannot be imported from {entry.value}: "
             f"{type(error).__name__}: {error}"
         ) from error
+    # Of the shell's completion there is one script, that of `nanovllm`.
+    command.params = [one for one in command.params if one.name not in COMPLETION_OPTIONS]
+    return command
 
 
 def _owner(entry: EntryPoint) -> str:

@@ -4,7 +4,11 @@ from nanovllm_core.config.choices import (
     AttentionChoice as AttentionChoice,
     KernelSettings as KernelSettings,
 )
-from nanovllm_core.config.errors import explain_options as explain_options
+from nanovllm_core.config.errors import (
+    SECTION as SECTION,
+    explain as explain,
+    explain_options as explain_options,
+)
 from nanovllm_core.config.settings import (
     EngineConfig as EngineConfig,
     bucket_sizes as bucket_sizes,

@@ -268,8 +268,11 @@ def check_plugin(manager: PluginManager, status: PluginStatus) -> DoctorCheck:
             load_object(spec.impl)
             contract = f"contract {spec.contract}; "
     except PluginError as error:
-        detail = said if status.state == "broken" else str(error)
-        return DoctorCheck(label, False, detail, _remedy(plugin, error))
+        if status.state == "broken":
+            return DoctorCheck(label, False, said, _remedy(plugin, error))
+        if missing := _missing_extra(plugin, error):
+            return DoctorCheck(label, False, missing)  # it may be left out: nothing is wrong
+        return DoctorCheck(label, False, str(error), _remedy(plugin, error))
     if status.state == "broken":  # it loads, and answers wrongly
         return DoctorCheck(label, False, said, _repair(plugin))
     who = f"{plugin.distribution} {plugin.version}"
@@ -278,11 +281,10 @@ def check_plugin(manager: PluginManager, status: PluginStatus) -> DoctorCheck:
 
 def _remedy(plugin: InstalledPlugin, error: PluginError) -> str:
     """What to do about a plugin that cannot be loaded, by the cause."""
-    cause = error.__cause__
-    module = (cause.name or "") if isinstance(cause, ImportError) else ""
-    package = module.partition(".")[0]
+    package = _missing_package(error)
     ours = CORE.replace("-", "_")
     own = re.split(r"[.:]", plugin.entry_point)[0]
+    cause = error.__cause__
     if isinstance(cause, ModuleNotFoundError) and package not in ("", ours, own):
         return f"{_install(plugin.distribution, package)}, or uninstall {plugin.distribution}"
     if cause is None or package == ours or isinstance(cause, PluginValidationError):
@@ -291,6 +293,21 @@ def _remedy(plugin: InstalledPlugin, error: PluginError) -> str:
             f"uninstall it; if it is yours: nanovllm plugins validate {plugin.name}"
         )
     return _repair(plugin)
+
+
+def _missing_package(error: PluginError) -> str:
+    """The first part of the name of the module that an import behind the error did not find."""
+    cause = error.__cause__
+    return (cause.name or "").partition(".")[0] if isinstance(cause, ImportError) else ""
+
+
+def _missing_extra(plugin: InstalledPlugin, error: PluginError) -> str:
+    """What a plugin lacks that an extra of its distribution brings; "" where that is not it."""
+    owner, package = plugin.distribution, _missing_package(error)
+    _, extra = (package and _requirement(owner, package)) or ("", "")
+    if not extra:
+        return ""
+    return f"needs {package}, of the extra {extra}: {_install(owner, package)}"
 
 
 def _repair(plugin: InstalledPlugin) -> str:
@@ -302,14 +319,21 @@ def _repair(plugin: InstalledPlugin) -> str:
 
 def _install(owner: str, package: str) -> str:
     """How to install a package that a distribution lacks: by its extra or what it requires."""
+    if found := _requirement(owner, package):
+        wanted, extra = found
+        return f'pip install "{f"{owner}[{extra}]" if extra else wanted}"'
+    return f"install {package!r}, which {owner} imports"
+
+
+def _requirement(owner: str, package: str) -> tuple[str, str] | None:
+    """What a distribution requires for a package, and of which extra, "" for none."""
     name = canonicalize_name(package)
     with suppress(PackageNotFoundError, InvalidRequirement):
         for line in requires(owner) or ():
             if f"{canonicalize_name(Requirement(line).name)}-".startswith(f"{name}-"):
                 extra = re.search(r"""extra == ['"]([^'"]+)""", line)
-                wanted = f"{owner}[{extra[1]}]" if extra else line.partition(";")[0].strip()
-                return f'pip install "{wanted}"'
-    return f"install {package!r}, which {owner} imports"
+                return line.partition(";")[0].strip(), extra[1] if extra else ""
+    return None
 
 
 def check_defaults(

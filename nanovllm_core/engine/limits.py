@@ -89,7 +89,8 @@ class EngineLimits:
         if len(token_ids) == 0:
             raise InvalidPromptError("the prompt is empty (0 tokens); give at least 1 token")
         ids = _as_array(token_ids)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        is_whole = ids.dtype.kind in "iu" or {*map(type, ids.flat)} == {int}  # beyond 64 bits
+        if ids.ndim != 1 or not is_whole:
             raise InvalidPromptError(
                 f"a prompt is a flat list of whole token ids; got {ids.ndim} dimensions of "
                 f"{ids.dtype}"

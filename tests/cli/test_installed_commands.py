@@ -68,6 +68,14 @@ def test_a_distribution_s_command_runs_with_its_own_arguments(install: Install) 
     assert "nonsense" in text
 
 
+def test_a_distribution_s_application_offers_no_completion_of_its_own(install: Install) -> None:
+    """Its script would take that of `nanovllm` out of the shell, and complete nothing."""
+    install("nanovllm-party", {"nanovllm.commands": {"party": "party:app"}}, {"party": GREET})
+    assert "completion" not in invoke("party", "--help")[1]
+    assert invoke("party", "--show-completion")[0] == 2
+    assert "completion" in invoke("--help")[1]
+
+
 def test_listing_commands_imports_none_of_them(install: Install) -> None:
     install("nanovllm-party", {"nanovllm.commands": {"party": "party_bomb"}}, {"party_bomb": "1/0"})
     status, text = invoke("--help")

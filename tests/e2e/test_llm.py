@@ -309,7 +309,7 @@ def busy(tiny: Path, expected: list[list[int]]) -> Iterator[LLM]:
         ([], InvalidPromptError, "prompt is empty"),
         ([1, -1], InvalidPromptError, r"token id -1, outside the vocabulary of 97 ids \(0 to 96\)"),
         ([97], InvalidPromptError, "token id 97, outside the vocabulary"),
-        ([2**70], InvalidPromptError, "whole token ids"),
+        ([1, 2**70], InvalidPromptError, f"token id {2**70}, outside the vocabulary of 97 ids"),
         ([1, 2.5], InvalidPromptError, "whole token ids; got float 2.5 at index 1"),
         ([True, False], InvalidPromptError, "whole token ids; got bool True at index 0"),
         ([5, "a"], InvalidPromptError, "whole token ids; got str 'a' at index 1"),

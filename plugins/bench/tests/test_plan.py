@@ -391,6 +391,16 @@ def test_the_command_prints_json() -> None:
     assert "arithmetic" in " ".join(record["notes"])
 
 
+def test_a_workload_that_is_cut_is_told() -> None:
+    """Beyond the longest sequence of an engine; one that fits has no such note."""
+    asked = ("--model", "demo", "--gpu", "H200", "--attention", "sdpa", "--output-len", "100")
+    result = command(*asked, "--input-len", "3000", "--json")
+    assert result.exit_code == 0, result.output
+    first, *others = json.loads(result.output)["notes"]
+    assert first.startswith("Sequences of 3,100 tokens are cut to 2,048")
+    assert json.loads(command(*asked, "--json").output)["notes"] == others
+
+
 def test_a_length_beyond_the_model_is_refused() -> None:
     config = qwen3("0.6b", max_model_len=50_000)
     with pytest.raises(ConfigError, match="40960"):

@@ -7,14 +7,15 @@ import re
 import traceback
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic_core import PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
+from nanovllm_core.config import SECTION, explain
 from nanovllm_core.errors import (
     EngineClosedError,
     InvalidLabelsError,
@@ -156,6 +157,9 @@ def add_handlers(app: FastAPI) -> None:
         message = str(error.detail)
         if message == HTTPStatus(error.status_code).phrase:
             message += _remedy(request, error)
+        if isinstance(wrong := error.__cause__, UnicodeDecodeError):  # the framework names no cause
+            byte = f"byte {wrong.object[wrong.start]:#04x} at position {wrong.start}"
+            message = f"the body is not UTF-8: {byte}; send JSON, encoded as UTF-8"
         return ApiError(error.status_code, message, headers=error.headers).response()
 
     async def engine(_: Request, error: Exception) -> Response:
@@ -202,4 +206,6 @@ def of_validation(error: RequestValidationError) -> ApiError:
         return refused(str(context["error"]), param or None)
     if not location:
         return refused("the body must be a JSON object, sent as application/json", None)
-    return refused(f"{param or 'the body'}: {clip(first['msg'], 500)}", param or None)
+    where = param or "the body"
+    message = explain(cast(ErrorDetails, {**first, "loc": ()}), where, lambda _: "")
+    return refused(message.replace(SECTION, "a JSON object"), param or None)

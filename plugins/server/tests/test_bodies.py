@@ -63,6 +63,28 @@ def test_an_unsupported_field_is_refused_unless_it_asks_nothing(
         assert answer.json()["error"]["param"] == "temprature"
 
 
+def test_a_refused_value_is_told_with_its_limit(server_url: str) -> None:
+    """And what JSON calls it; a body that is no text says where."""
+    expected = {
+        "temperature": (-0.1, "temperature: -0.1 must be at least 0.0"),
+        "max_tokens": (2**63, f"max_tokens: {2**63} must be at most {2**63 - 1}"),
+        "logit_bias": ([1], "logit_bias: [1] must be a JSON object"),
+        "stream": ("yes", "stream: 'yes' must be true or false; write true"),
+        "user": ("ab" * 200, "must be text of at most 256 characters"),
+    }
+    with httpx.Client(base_url=server_url) as http:
+        for name, (value, message) in expected.items():
+            answer = http.post("/v1/completions", json={"prompt": "a", name: value})
+            assert answer.json()["error"]["message"].endswith(message)
+        is_json = {"content-type": "application/json"}
+        content = b'{"prompt": "\xff"}'
+        answer = http.post("/v1/completions", content=content, headers=is_json)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == (
+            "the body is not UTF-8: byte 0xff at position 12; send JSON, encoded as UTF-8"
+        )
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": "1"}, "temperature"),

@@ -57,24 +57,28 @@ def plan(
     planned = find_gpu(gpu)
     lengths = sorted({input_len + output_len, *LENGTHS})
     layouts = plan_layouts(engine_config, planned, gpus, lengths, input_len, output_len)
+    notes = [*_cuts(layouts, input_len + output_len), *_notes(planned)]
     if as_json:
-        print(json.dumps(as_record(engine_config.model, planned, gpus, layouts), indent=2))
+        record = as_record(engine_config.model, planned, gpus, layouts, notes)
+        print(json.dumps(record, indent=2))
         return
-    _show(engine_config.model, planned, gpus, layouts)
+    _show(engine_config.model, planned, gpus, layouts, notes)
 
 
-def as_record(model: str, gpu: Gpu, num_gpus: int, layouts: list[Layout]) -> dict[str, Any]:
+def as_record(
+    model: str, gpu: Gpu, num_gpus: int, layouts: list[Layout], notes: list[str]
+) -> dict[str, Any]:
     """The plan as JSON: bytes, tokens per second, and where each figure is from."""
     return {
         "model": model,
         "gpus": num_gpus,
         "gpu": asdict(gpu),
         "layouts": [asdict(one) for one in layouts],
-        "notes": _notes(gpu),
+        "notes": notes,
     }
 
 
-def _show(model: str, gpu: Gpu, num_gpus: int, layouts: list[Layout]) -> None:
+def _show(model: str, gpu: Gpu, num_gpus: int, layouts: list[Layout], notes: list[str]) -> None:
     console = wide_console()
     rates = gpu.rates
     console.print(
@@ -91,7 +95,7 @@ def _show(model: str, gpu: Gpu, num_gpus: int, layouts: list[Layout]) -> None:
     console.print(_memory_table(able))
     console.print(_rooms_table(able))
     console.print(_speeds_table(able))
-    for note in _notes(gpu):
+    for note in notes:
         console.print(note, style="dim", markup=False, highlight=False)
 
 
@@ -149,6 +153,17 @@ def _origin(layout: Layout) -> str:
     if layout.tensor_parallel == 1:
         return "none"
     return "measured" if layout.all_reduce_measured else "arithmetic, no latency"
+
+
+def _cuts(layouts: list[Layout], tokens: int) -> list[str]:
+    """Where floors are of shorter sequences than were asked for."""
+    longest = {one.max_model_len for one in layouts if one.max_model_len is not None}
+    return [
+        f"Sequences of {tokens:,} tokens are cut to {one:,}, the longest of an engine here: lower "
+        "--input-len or --output-len, or raise --max-model-len as far as model and memory allow."
+        for one in sorted(longest)
+        if one < tokens
+    ]
 
 
 def _notes(gpu: Gpu) -> list[str]:
