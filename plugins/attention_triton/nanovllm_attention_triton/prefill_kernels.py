@@ -191,10 +191,10 @@ def find_row_block(
     """
     base = tl.load(query_start_ptr)
     rows = (tl.load(query_start_ptr + num_seqs) - base) * GROUP
-    empty = tl.minimum(row_block - rows // BLOCK_M, num_seqs - 1)
+    empty = row_block - rows // BLOCK_M
     low = tl.full([], 0, tl.int32)
     high = num_seqs
-    if empty > 0:  # noqa: SIM102 - the load is for these alone
+    if empty > 0 and empty < num_seqs:  # noqa: SIM102 - the load is for these alone
         if (tl.load(query_start_ptr + empty) - base) * GROUP == rows:
             low = empty
             high = empty + 1
