@@ -25,11 +25,16 @@ C1, C2 = tl.constexpr(LOWBIAS_1), tl.constexpr(LOWBIAS_2)
 K1, K2 = tl.constexpr(KEY_1), tl.constexpr(KEY_2)
 NONE = tl.constexpr(NO_ID)
 
-TILE = 2048
-NUM_WARPS = 8
+TILE = 1024
+CHUNK = 8
+"""Logits that one thread reads at once: 16 bytes of a half-precision type."""
+NUM_WARPS = 4
 MAX_SPLITS = 64
-# Programs to aim for: two waves of eight-warp programs on 132 multiprocessors.
-TARGET_PROGRAMS = 2048
+TARGET_PROGRAMS = 4096
+"""Programs to aim for: two waves of those that 132 multiprocessors hold."""
+# Of bounds by a 32-bit integer in place of v: 32 - log2(log2(e)), and more than all roundings of
+# noise and bound together.
+BOUND_OFFSET = tl.constexpr(31.4712336270551 + 2.0**-13)
 
 
 class SamplingWorkspace:
@@ -142,7 +147,8 @@ def launch_partial(
         logits_BX, rows_B, temperature_R, seed_R, output_index_B, skip_flag, asked,
         workspace.scores, workspace.ids, row_size if num_ids is None else num_ids,
         tiles_per_split(batch, row_size), row_size, first_id,
-        MAX_SPLITS=MAX_SPLITS, NUM_COLUMNS=NUM_ROW_COLUMNS, TILE=TILE,
+        MAX_SPLITS=MAX_SPLITS, NUM_COLUMNS=NUM_ROW_COLUMNS, TILE=TILE, CHUNK=CHUNK,
+        ALIGNED=row_size % CHUNK == 0 and first_id % CHUNK == 0 and (num_ids or 0) % CHUNK == 0,
         APPROXIMATE=not triton.knobs.runtime.interpret,  # the interpreter runs no assembly
         num_warps=NUM_WARPS, **workspace.launch_options,
     )  # fmt: skip
@@ -219,15 +225,71 @@ def score_of(logits, ids, scale, key_1, key_2, APPROXIMATE: tl.constexpr):
     return logits * scale + gumbel_base_2(unsigned, key_1, key_2, C1, C2, APPROXIMATE)
 
 
+@triton.jit
+def read_logits(logits_ptr, columns, is_id, NAN_IS_KEPT: tl.constexpr):
+    """Logits as float32; -inf outside the vocabulary, and for a NaN where a maximum would keep it."""
+    logits = tl.load(logits_ptr + columns, mask=is_id, other=float("-inf")).to(tl.float32)
+    if NAN_IS_KEPT:
+        logits = tl.where(logits == logits, logits, float("-inf"))
+    return logits
+
+
+@triton.jit
+def bound_of(
+    logits, starts, within, scale, key_1, key_2,
+    C1: tl.constexpr, C2: tl.constexpr, ALIGNED: tl.constexpr, APPROXIMATE: tl.constexpr,
+):  # fmt: skip
+    """`score_of` of the ids `starts + within`, or a little more, less BOUND_OFFSET; a third of the
+    instructions.
+
+    With v = 1 - u the noise -log2(-log2(1 - v)) is at most -log2(v) - log2(log2(e)). The hash
+    without its last step, which changes the lower half alone, is 2^32 v but for 2^-16 of it.
+    """
+    if ALIGNED:  # the ids of a chunk differ in their lowest bits alone
+        x = starts.to(tl.uint32, bitcast=True) ^ key_1
+        x = (x ^ (x >> 16)) ^ within.to(tl.uint32, bitcast=True)
+    else:
+        x = (starts + within).to(tl.uint32, bitcast=True) ^ key_1
+        x = x ^ (x >> 16)
+    x *= C1
+    x = (x ^ (x >> 15) ^ key_2) * C2
+    return logits * scale - log2(x.to(tl.float32), APPROXIMATE)
+
+
+@triton.jit
+def reaches(bound, score):
+    """Whether a score of this bound may be as high, for all that the bound was rounded."""
+    return bound + (BOUND_OFFSET + 1e-6 * tl.abs(bound)) >= score
+
+
+@triton.jit
+def best_score(
+    logits_ptr, columns, num_ids, first_id, temperature, scale, key_1, key_2,
+    APPROXIMATE: tl.constexpr,
+):  # fmt: skip
+    """The best score of some columns and its id; of equal ones the lowest."""
+    scores = read_logits(logits_ptr, columns, columns < num_ids, True)
+    ids = first_id + columns
+    if temperature != 0.0:
+        scores = score_of(scores, ids, scale, key_1, key_2, APPROXIMATE)
+    best = tl.max(scores, axis=0)
+    return best, tl.min(tl.where(scores == best, ids, NONE), axis=0)
+
+
 # One variant for every batch size and rank: a graph's capture must not meet one that is not
 # compiled yet.
 @triton.jit(do_not_specialize=["num_tiles", "first_id"])
 def sample_partial_kernel(
     logits_ptr, rows_ptr, temperature_ptr, seed_ptr, output_index_ptr, skip_ptr, asked_ptr,
     scores_ptr, ids_ptr, num_ids, num_tiles, row_size, first_id,
-    MAX_SPLITS: tl.constexpr, NUM_COLUMNS: tl.constexpr, TILE: tl.constexpr,
-    APPROXIMATE: tl.constexpr, DEPENDENT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, NUM_COLUMNS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
+    ALIGNED: tl.constexpr, APPROXIMATE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """Bounds of all scores say which chunk has the best, and that is scored.
+
+    Where another chunk may have a better one, the best chunk of each lane is scored, and where
+    that is not enough, all are. At temperature 0 a bound is a score.
+    """
     take_turn(DEPENDENT)
     entry, split = tl.program_id(0), tl.program_id(1)
     if tl.load(skip_ptr) != 0:
@@ -241,27 +303,52 @@ def sample_partial_kernel(
     temperature = tl.load(temperature_ptr + row)
     key_1, key_2 = noise_keys(seed_ptr, row, tl.load(output_index_ptr + entry))
     scale = tl.div_rn(1.0, tl.where(temperature == 0.0, 1.0, temperature)) * 1.4426950408889634
+    logits_ptr += entry.to(tl.int64) * row_size
 
     first = split * num_tiles * TILE
-    lanes = tl.arange(0, TILE)
-    best = tl.full((TILE,), float("-inf"), tl.float32)
-    best_ids = first_id + first + lanes
-    logits_ptr += entry.to(tl.int64) * row_size
-    for tile in range(num_tiles):
-        columns = first + tile * TILE + lanes
-        ids = first_id + columns
-        scores = tl.load(logits_ptr + columns, mask=columns < num_ids, other=float("-inf"))
-        scores = scores.to(tl.float32)
+    within = tl.arange(0, CHUNK)[None, :]
+    chunks = first + tl.arange(0, TILE // CHUNK) * CHUNK
+    best = tl.full((TILE // CHUNK,), float("-inf"), tl.float32)
+    best_chunks, others = chunks, best  # of each lane; `others`: the best bound but for its best
+    for _ in range(num_tiles):
+        starts = chunks[:, None]
+        is_id = (starts if ALIGNED else starts + within) < num_ids
+        bounds = read_logits(logits_ptr, starts + within, is_id, not APPROXIMATE)
         if temperature != 0.0:
-            scores = score_of(scores, ids, scale, key_1, key_2, APPROXIMATE)
-        # False for a NaN, and for an equal score of a higher id.
-        better = scores > best
-        best = tl.where(better, scores, best)
-        best_ids = tl.where(better, ids, best_ids)
-    score = tl.max(best, axis=0)
+            bounds = bound_of(
+                bounds, first_id + starts, within, scale, key_1, key_2, C1, C2, ALIGNED, APPROXIMATE
+            )
+        bound = tl.max(bounds, axis=1)
+        better = bound > best
+        others = tl.where(better, best, tl.maximum(others, bound))
+        best = tl.where(better, bound, best)
+        best_chunks = tl.where(better, chunks, best_chunks)
+        chunks += TILE
+
+    chunk = tl.min(tl.where(best == tl.max(best, axis=0), best_chunks, NONE), axis=0)
+    score, token = best_score(
+        logits_ptr, chunk + tl.arange(0, CHUNK), num_ids, first_id, temperature, scale,
+        key_1, key_2, APPROXIMATE,
+    )  # fmt: skip
+    runner_up = tl.max(tl.where(best_chunks == chunk, others, best), axis=0)
+    if (temperature != 0.0) & reaches(runner_up, score):
+        columns = tl.reshape(best_chunks[:, None] + within, [TILE])
+        score, token = best_score(
+            logits_ptr, columns, num_ids, first_id, temperature, scale, key_1, key_2, APPROXIMATE
+        )
+        if reaches(tl.max(others, axis=0), score):
+            score = tl.full((), float("-inf"), tl.float32)
+            for tile in range(num_tiles):
+                columns = first + tile * TILE + tl.arange(0, TILE)
+                its_score, its_token = best_score(
+                    logits_ptr, columns, num_ids, first_id, temperature, scale, key_1, key_2,
+                    APPROXIMATE,
+                )  # fmt: skip
+                token = tl.where(its_score > score, its_token, token)
+                score = tl.maximum(its_score, score)
     slot = entry * MAX_SPLITS + split
     tl.store(scores_ptr + slot, score)
-    tl.store(ids_ptr + slot, tl.min(tl.where(best == score, best_ids, NONE), axis=0))
+    tl.store(ids_ptr + slot, token)
 
 
 @triton.jit

@@ -36,7 +36,7 @@ def reduce_job(step: int, lanes: int) -> AotJob:
     )
 
 
-def partial_job(dtype: str, asked: bool = False) -> AotJob:
+def partial_job(dtype: str, asked: bool = False, aligned: bool = True) -> AotJob:
     """With `asked` it leaves out the rows that a captured tail samples."""
     return AotJob(
         kernel=f"{MODULE}:sample_partial_kernel",
@@ -46,9 +46,9 @@ def partial_job(dtype: str, asked: bool = False) -> AotJob:
             "seed_ptr": "*i64:16",
             "output_index_ptr": "*i32:16",
             "logits_ptr": f"*{dtype}:16",
-            "num_ids": "i32:16",
+            "num_ids": "i32:16" if aligned else "i32",
             "num_tiles": "i32",
-            "row_size": "i32:16",
+            "row_size": "i32:16" if aligned else "i32",
             "first_id": "i32",
             **({"asked_ptr": "*i32:16"} if asked else {}),
         },
@@ -57,6 +57,8 @@ def partial_job(dtype: str, asked: bool = False) -> AotJob:
             "MAX_SPLITS": sampling.MAX_SPLITS,
             "NUM_COLUMNS": NUM_ROW_COLUMNS,
             "TILE": sampling.TILE,
+            "CHUNK": sampling.CHUNK,
+            "ALIGNED": aligned,
             "APPROXIMATE": True,
             "DEPENDENT": True,
         },
@@ -67,6 +69,7 @@ def partial_job(dtype: str, asked: bool = False) -> AotJob:
 JOBS = {
     **{f"partial-{dtype}": partial_job(dtype) for dtype in ("bf16", "fp16", "fp32")},
     "partial-asked-bf16": partial_job("bf16", asked=True),
+    "partial-unaligned-bf16": partial_job("bf16", aligned=False),
     "reduce": reduce_job(step=1, lanes=sampling.MAX_SPLITS),
     "choose-pair": reduce_job(step=2, lanes=2),
     "best-pair": AotJob(

@@ -51,16 +51,45 @@ def test_the_kernels_choose_the_tokens_of_the_reference(batch, vocab, dtype):
     assert case.triton() == case.reference()
 
 
-def test_equal_logits_of_different_tiles_and_splits_give_the_lowest_id():
-    """bf16 leaves many equal maxima; the lowest id wins inside a tile, across tiles and splits."""
-    case = Case(3, 5 * sampling.TILE)
+def test_equal_logits_of_different_tiles_and_splits_give_the_lowest_id(monkeypatch):
+    """bf16 leaves many equal maxima; the lowest id wins in a chunk, over lanes, tiles and splits."""
+    monkeypatch.setattr(sampling, "TARGET_PROGRAMS", 10)
+    tile = sampling.TILE
+    case = Case(5, 10 * tile)
+    assert sampling.num_splits(5, 10 * tile) == 2
     case.temperature.zero_()
     case.logits.fill_(1.0)
-    for entry, ids in enumerate(([4000, 4001], [9000, 2050], [3 * sampling.TILE, 5, 2053])):
+    equals = ([4000, 4001], [7 * tile, 50], [tile + 80, 9], [tile + 8, 2 * tile], [16, 9 * tile])
+    for entry, ids in enumerate(equals):
         case.logits[entry, ids] = 2.0
-    assert case.triton() == [4000, 2050, 5]
+    assert case.triton() == [min(ids) for ids in equals]
     case.logits.fill_(1.0)
-    assert case.triton() == [0, 0, 0]
+    assert case.triton() == [0] * 5
+
+
+@pytest.mark.parametrize("vocab", [5 * sampling.TILE, 5 * sampling.TILE + 1])
+def test_a_score_of_a_higher_bound_does_not_hide_a_better_one(vocab, monkeypatch):
+    """The best score is in another lane of the bounds, and in the same lane of another tile.
+
+    Of a row no other logit counts. A bound is far above its score where the noise is low.
+    """
+    monkeypatch.setattr(sampling, "TARGET_PROGRAMS", 2)
+    case = Case(2, vocab)
+    assert sampling.num_splits(2, vocab) == 1
+    case.temperature.fill_(1.0)
+    case.logits.fill_(-1e4)
+    noise = sampling_reference.gumbel_noise(case.seed[case.rows.long()], case.index, vocab)
+    lanes = torch.arange(vocab, device=DEVICE) % sampling.TILE // sampling.CHUNK
+    expected = []
+    for entry in range(2):
+        best = int(noise[entry].argmax())
+        far = (lanes == lanes[best]) == (entry == 1)
+        far &= torch.arange(vocab, device=DEVICE) // sampling.CHUNK != best // sampling.CHUNK
+        other = int(noise[entry].masked_fill(~far, math.inf).argmin())
+        case.logits[entry, best] = 5.0 - noise[entry, best]
+        case.logits[entry, other] = 4.99 - noise[entry, other]
+        expected.append(best)
+    assert case.triton() == case.reference() == expected
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -77,17 +106,17 @@ def test_nan_and_infinite_logits_behave_as_in_the_reference(temperature):
 @pytest.mark.parametrize(("ranks", "vocab"), [(2, 4097), (3, 61), (4, 9)])
 def test_pairs_of_parts_of_the_vocabulary_choose_the_token_of_the_whole(ranks, vocab):
     """Pairs are those of the reference, ids and scores; parts have columns of padding."""
-    case = Case(5, vocab)
+    case = Case(24, vocab)
     case.logits.round_()  # for ties within a part and across
     case.logits[4] = -math.inf
     columns = -(-vocab // ranks)
     pairs = []
     for first in range(0, ranks * columns, columns):
         num_ids = min(columns, max(vocab - first, 0))
-        part = torch.full((5, columns), 99.0, device=DEVICE)
+        part = torch.full((24, columns), 99.0, device=DEVICE)
         part[:, :num_ids] = case.logits[:, first : first + num_ids]
         inputs = (part, *case.inputs()[1:], first, num_ids)
-        own = torch.full((5, 2), -7, dtype=torch.int32, device=DEVICE)
+        own = torch.full((24, 2), -7, dtype=torch.int32, device=DEVICE)
         sampling.best_pairs(*inputs, own, workspace=case.workspace, skip_flag=case.skip_flag)
         expected = sampling_reference.best_pairs(*inputs)
         assert torch.equal(own[:, 1], expected[:, 1])
@@ -103,7 +132,7 @@ def test_pairs_of_parts_of_the_vocabulary_choose_the_token_of_the_whole(ranks, v
     case.skip_flag.fill_(1)
     case.out.fill_(-7)
     sampling.choose_pair(gathered, case.rows, case.out, skip_flag=case.skip_flag)
-    assert case.out.tolist() == [-7] * 5
+    assert case.out.tolist() == [-7] * 24
 
 
 def test_padded_entries_get_minus_one_and_the_others_their_token():
