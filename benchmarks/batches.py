@@ -4,8 +4,8 @@
 
 Each FILE is a throughput record, as `nanovllm bench throughput` writes it: its model, configuration
 and workload are run as they were, and again with `lpt` and steps of `--tokens`. Both run on this
-machine, one after the other. The first run of each takes the times of its requests and is not
-counted; the others take the time of the whole batch.
+machine, one after the other, each in a process of its own. The first run of each takes the times of
+its requests and is not counted; the others take the time of the whole batch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import argparse
 import json
 import re
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
 from time import perf_counter
@@ -54,7 +56,7 @@ def measure(config: EngineConfig, record: Mapping[str, Any], runs: int) -> dict[
     workload, temperature = recorded_workload(record), record["temperature"]
     with LLM.from_config(config) as llm:
         workload = workload.within(llm.info.vocab_size)
-        gauge = Gauge.measure(llm)
+        gauge = Gauge.of(llm)
         times = time_requests(llm, workload, temperature)
         measured = measure_runs(llm, workload, gauge, temperature=temperature, runs=runs)
         return {
@@ -90,7 +92,8 @@ def main() -> None:
     for file in arguments.files:
         record = json.loads(file.read_text(encoding="utf-8"))
         for name, config in configurations(record, arguments.tokens).items():
-            now = measure(config, record, arguments.runs)
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
+                now = apart.submit(measure, config, record, arguments.runs).result()
             print(
                 f"{file.stem:28s} {name:5s} {now['tokens_per_second']:>10,.0f} tok/s, "
                 f"wait {now['mean_wait_seconds']:.2f} s, end {now['mean_end_seconds']:.2f} s in "

@@ -227,7 +227,7 @@ def score_of(logits, ids, scale, key_1, key_2, APPROXIMATE: tl.constexpr):
 
 @triton.jit
 def read_logits(logits_ptr, columns, is_id, NAN_IS_KEPT: tl.constexpr):
-    """Logits as float32; -inf outside the vocabulary, and for a NaN where a maximum would keep it."""
+    """Logits as float32; -inf outside the vocabulary, and for a NaN that a maximum would keep."""
     logits = tl.load(logits_ptr + columns, mask=is_id, other=float("-inf")).to(tl.float32)
     if NAN_IS_KEPT:
         logits = tl.where(logits == logits, logits, float("-inf"))

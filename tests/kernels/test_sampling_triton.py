@@ -52,7 +52,7 @@ def test_the_kernels_choose_the_tokens_of_the_reference(batch, vocab, dtype):
 
 
 def test_equal_logits_of_different_tiles_and_splits_give_the_lowest_id(monkeypatch):
-    """bf16 leaves many equal maxima; the lowest id wins in a chunk, over lanes, tiles and splits."""
+    """bf16 leaves many equal maxima; the lowest id wins over chunks, lanes, tiles and splits."""
     monkeypatch.setattr(sampling, "TARGET_PROGRAMS", 10)
     tile = sampling.TILE
     case = Case(5, 10 * tile)

@@ -82,7 +82,7 @@ def _measure_ours(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     with LLM.from_config(config) as llm:
         ids = workload.within(llm.info.vocab_size)
-        gauge = Gauge.measure(llm)
+        gauge = Gauge.of(llm)
         timed_generate(llm, ids, 0.0)
         seconds = [timed_generate(llm, ids, 0.0) for _ in range(runs)]
         peak, engine = gauge.peak_memory_gib(), describe_engine(llm)

@@ -127,7 +127,7 @@ def measure_latency(
             "for at least 2"
         )
     workload = workload.within(llm.info.vocab_size)
-    gauge = Gauge.measure(llm)
+    gauge = Gauge.of(llm)
     few = slice(0, WARM_UP_REQUESTS)
     warm_up = Workload("", workload.prompts[few], workload.output_lens[few])
     asyncio.run(trace_requests(llm, warm_up, [0.0] * len(warm_up.prompts), temperature))

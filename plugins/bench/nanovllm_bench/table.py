@@ -86,7 +86,8 @@ def measure_table(
 ) -> dict[str, Any]:
     """All cells; `make_config` gets a choice of attention. The record of a result file.
 
-    `on_cell` gets a line and the record so far, so that an interrupted table keeps its cells.
+    `on_cell` gets a line and the record so far, so that an interrupted table keeps its cells; their
+    shares of the roofline come last.
     """
     configs = {name: make_config(attention_named(name)) for name in cells.backends}
     for config in configs.values():  # what is wrong is known before anything is loaded
@@ -97,6 +98,7 @@ def measure_table(
     rows: dict[tuple[int, int], dict[str, Any]] = {
         (batch, length): {} for batch in cells.batches for length in cells.lengths
     }
+    measured: list[tuple[Gauge, EngineConfig, int, int, dict[str, Any]]] = []
 
     def record() -> dict[str, Any]:
         return {
@@ -120,9 +122,10 @@ def measure_table(
                     else:
                         if not opened:
                             llm = stack.enter_context(_open(config, cells))
-                            opened.append((llm, Gauge.measure(llm)))
+                            opened.append((llm, Gauge.of(llm)))
                             engines[name] = describe_engine(llm)
                         row[name] = measure_cell(*opened[-1], batch, length, cells)
+                        measured.append((opened[-1][1], config, batch, length, row[name]))
                 except OUT_OF_MEMORY as error:
                     row[name] = {"result": OOM, "reason": str(error).splitlines()[0]}
                     opened.clear()
@@ -130,6 +133,10 @@ def measure_table(
                 if row[name]["result"] != OOM and isinstance(row[name]["result"], str):
                     left_out.append((batch, length))
                 on_cell(f"{name} {batch} x {length}: {row[name]['result']}", record())
+    for gauge, config, batch, length, cell in measured:  # behind all runs: see `Gauge.rates`
+        if seconds := cell.get("seconds"):
+            workload, most = fixed_workload(batch, length, length), config.limits.max_num_seqs
+            cell["roofline"] = gauge.roofline(workload, most, min(seconds))
     return record()
 
 
@@ -156,14 +163,11 @@ def measure_cell(
     if expected > cells.max_seconds:
         return _left_out(cells, f"about {expected:.0f} s a run")
     runs = measure_runs(llm, workload, gauge, temperature=cells.temperature, runs=cells.runs)
-    best = min(runs.seconds)
-    roofline = gauge.roofline(workload, llm.config.limits.max_num_seqs, best)
     return {
-        "result": round(workload.num_output_tokens / best, 1),
+        "result": round(workload.num_output_tokens / min(runs.seconds), 1),
         "seconds": [round(seconds, 4) for seconds in runs.seconds],
         "gpu_utilisation": runs.gpu_utilisation,
         "peak_memory_gib": gauge.peak_memory_gib(),
-        "roofline": roofline,
     }
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from nanovllm_bench.device import GpuUtilisation, gib, peak_memory_bytes, reset_peak_memory
+from nanovllm_bench.device import GpuUtilisation, gib, peak_memory_bytes
 from nanovllm_bench.rates import measure_rates, model_costs
 from nanovllm_bench.record import describe_engine
 from nanovllm_bench.roofline import (
@@ -27,7 +28,7 @@ from nanovllm_core.interfaces.sampling_params import NEUTRAL, SamplingParams
 from nanovllm_core.selection import Decisions
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Gauge:
     """The quantities behind a share: the costs of a rank, and the rates of its device.
 
@@ -35,22 +36,26 @@ class Gauge:
     """
 
     device: torch.device
+    dtype: torch.dtype
     costs: ModelCosts
-    rates: Rates
-    peak_at_start: int | None
     num_engines: int = 1
     is_here: bool = True
 
     @classmethod
-    def measure(cls, llm: Door) -> Gauge:
-        """Measure the device that `llm` runs on, or one of several, beside its idle engine."""
+    def of(cls, llm: Door) -> Gauge:
+        """Of the device that `llm` runs on, or one of several."""
         device, dtype = device_of(llm), getattr(torch, llm.info.dtype)
-        peak = peak_memory_bytes(device)
-        rates = measure_rates(device, dtype)
-        reset_peak_memory(device)  # the buffers of the measurement are not the engine's
         costs = model_costs(llm.config, dtype, llm.config.tensor_parallel_size)
-        engines = llm.config.data_parallel_size
-        return cls(device, costs, rates, peak, engines, computes_here(llm.config))
+        return cls(device, dtype, costs, llm.config.data_parallel_size, computes_here(llm.config))
+
+    @cached_property
+    def rates(self) -> Rates:
+        """Measured at the first use, which comes behind all runs of this process.
+
+        From some ten kernels on another stream on, each kernel of an engine's steps begins later:
+        see "What is captured" in docs/architecture.md.
+        """
+        return measure_rates(self.device, self.dtype)
 
     def utilisation(self) -> GpuUtilisation:
         """Of the engine's GPU; unknown where the engine is in another process."""
@@ -61,8 +66,7 @@ class Gauge:
 
         None where the engine is in another process, or the system does not tell.
         """
-        peak = peak_memory_bytes(self.device) if self.is_here else None
-        return None if peak is None else gib(max(peak, self.peak_at_start or 0))
+        return gib(peak_memory_bytes(self.device) if self.is_here else None)
 
     def roofline(self, workload: Workload, max_num_seqs: int, seconds: float) -> dict[str, Any]:
         """Floor and share of a workload that took `seconds`: of the requests of one engine."""
@@ -137,7 +141,7 @@ def measure_throughput(
     tokens over the best run's time; `seconds` are all counted runs.
     """
     workload = workload.within(llm.info.vocab_size)
-    gauge = Gauge.measure(llm)
+    gauge = Gauge.of(llm)
     timed_generate(llm, workload, temperature)
     measured = measure_runs(llm, workload, gauge, temperature=temperature, runs=runs)
     return describe_runs(llm, workload, gauge, measured, temperature)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanovllm_bench import throughput
 from nanovllm_bench.rates import costs_on_rank, model_costs
 from nanovllm_bench.roofline import (
     ModelCosts,
@@ -228,9 +229,10 @@ def test_where_arithmetic_is_slow_it_decides() -> None:
     assert floor.decode_seconds == floor.decode_flops / 1e10
 
 
-def test_a_step_that_took_no_time_has_no_share() -> None:
+def test_a_step_that_took_no_time_has_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of several steps were seen at once."""
-    gauge = Gauge(torch.device("cpu"), QWEN3_0_6B, H200, peak_at_start=None)
+    monkeypatch.setattr(throughput, "measure_rates", lambda *_: H200)
+    gauge = Gauge(torch.device("cpu"), torch.float32, QWEN3_0_6B)
     record = gauge.step_roofline(4, 100, 0.0)
     assert record["share"] is None
     assert gauge.step_roofline(4, 100, 2 * record["floor_seconds"])["share"] == pytest.approx(0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ def _measured(monkeypatch: pytest.MonkeyPatch, cells: TableCells) -> tuple[list[
         return {"result": "> 60 s"} if length > 512 else {"result": 10.0 * batch}
 
     monkeypatch.setattr(bench_table, "_open", lambda *_: _Engine())
-    monkeypatch.setattr(bench_table.Gauge, "measure", lambda _llm: None)
+    monkeypatch.setattr(bench_table.Gauge, "of", lambda _llm: None)
     monkeypatch.setattr(bench_table, "describe_engine", lambda _llm: {})
     monkeypatch.setattr(bench_table, "measure_cell", measure_cell)
     measure_table(
@@ -78,6 +79,33 @@ def _measured(monkeypatch: pytest.MonkeyPatch, cells: TableCells) -> tuple[list[
         lambda _text, record: records.append(record),
     )
     return tried, records
+
+
+def test_the_rates_of_the_device_are_measured_behind_all_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the kernels of the measurement would make those of the later cells begin later."""
+    seen: list[str] = []
+
+    def measure_cell(*_: Any) -> Any:
+        seen.append("run")
+        return {"result": 10.0, "seconds": [2.0, 1.0]}
+
+    def roofline(_workload: Any, _most: int, seconds: float) -> str:
+        seen.append("rates")
+        return f"of {seconds} s"
+
+    monkeypatch.setattr(bench_table, "_open", lambda *_: _Engine())
+    monkeypatch.setattr(bench_table.Gauge, "of", lambda _llm: SimpleNamespace(roofline=roofline))
+    monkeypatch.setattr(bench_table, "describe_engine", lambda _llm: {})
+    monkeypatch.setattr(bench_table, "measure_cell", measure_cell)
+    record = measure_table(
+        lambda choice: EngineConfig(model="demo", attention=choice),
+        TableCells(["sdpa", "sdpa.math"], [1], [16, 32]),
+    )
+    assert seen == ["run"] * 4 + ["rates"] * 4
+    shares = [one["roofline"] for cell in record["cells"] for one in cell["backends"].values()]
+    assert shares == ["of 1.0 s"] * 4
 
 
 def test_what_is_larger_than_a_cell_left_out_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from nanovllm_bench.rates import model_costs
 from nanovllm_bench.roofline import Rates, generate_floor, recompute
 from nanovllm_bench.throughput import Gauge, computes_here, device_of
 from nanovllm_bench.workloads import ragged_workload, recorded_workload
+from nanovllm_core import LLM
 from nanovllm_core.cli.main import make_app
 from nanovllm_core.config import EngineConfig
 
@@ -36,7 +37,7 @@ def gauge_of(device: str, **settings: Any) -> Gauge:
     """Of an engine with these settings that says it runs on `device`."""
     config = EngineConfig(model="demo", device="cpu", **settings)
     llm: Any = SimpleNamespace(info=SimpleNamespace(device=device, dtype="float32"), config=config)
-    return Gauge.measure(llm)
+    return Gauge.of(llm)
 
 
 def test_the_share_of_ranks_is_of_the_floor_of_one() -> None:
@@ -59,6 +60,22 @@ def test_the_share_of_engines_is_of_the_requests_of_one() -> None:
     record = gauge.roofline(WORKLOAD, 4, 2 * floor.seconds)
     assert record["share"] == 0.5
     assert recompute(json.loads(json.dumps(record)), WORKLOAD.lengths, 4) == floor
+
+
+def test_the_rates_of_the_device_are_measured_behind_the_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the kernels of the measurement would make those of the runs begin later."""
+    seen: list[str] = []
+    timed = throughput.timed_generate
+    monkeypatch.setattr(
+        throughput, "timed_generate", lambda *args: (seen.append("run"), timed(*args))[1]
+    )
+    monkeypatch.setattr(throughput, "measure_rates", lambda *_: (seen.append("rates"), RATES)[1])
+    with LLM(model="demo", device="cpu", limits={"max_model_len": 64}) as llm:
+        record = throughput.measure_throughput(llm, ragged_workload(2, 8, 16), runs=2)
+    assert seen == ["run", "run", "run", "rates"]
+    assert record["roofline"]["share"] > 0
 
 
 def test_memory_and_utilisation_of_another_process_are_unknown() -> None:
