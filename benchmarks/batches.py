@@ -14,13 +14,12 @@ import argparse
 import json
 import re
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
 from time import perf_counter
 from typing import Any
 
+from nanovllm_bench.apart import run_apart
 from nanovllm_bench.record import write_record
 from nanovllm_bench.throughput import Gauge, describe_runs, measure_runs, sampling_params
 from nanovllm_bench.workloads import Workload, recorded_workload
@@ -92,8 +91,7 @@ def main() -> None:
     for file in arguments.files:
         record = json.loads(file.read_text(encoding="utf-8"))
         for name, config in configurations(record, arguments.tokens).items():
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
-                now = apart.submit(measure, config, record, arguments.runs).result()
+            now = run_apart(measure, config, record, arguments.runs)
             print(
                 f"{file.stem:28s} {name:5s} {now['tokens_per_second']:>10,.0f} tok/s, "
                 f"wait {now['mean_wait_seconds']:.2f} s, end {now['mean_end_seconds']:.2f} s in "

@@ -18,14 +18,13 @@ import json
 import logging
 import re
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from nanovllm_bench.apart import run_apart
 from nanovllm_bench.environment import describe_environment
 from nanovllm_bench.rates import measure_rates, model_costs
 from nanovllm_bench.record import write_record
@@ -36,9 +35,9 @@ from nanovllm_core import LLM
 from nanovllm_core.errors import NanoVLLMError
 
 
-def rates_of_one(device: str, dtype: str) -> dict[str, float]:
-    """Measured in a process of its own, which leaves nothing on the device."""
-    return asdict(measure_rates(torch.device(device), getattr(torch, dtype)))
+def rates_of_one(device: str, dtype: str) -> Rates:
+    """Those of one device, where nothing else runs."""
+    return measure_rates(torch.device(device), getattr(torch, dtype))
 
 
 def workload_of(name: str, times: int) -> Workload:
@@ -130,9 +129,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Ranks say at their end how many steps the device had to wait for.
     logging.basicConfig()
     logging.getLogger("nanovllm_core").setLevel(logging.INFO)
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        dtype = "float32" if arguments.device == "cpu" else "bfloat16"  # as `dtype: auto` chooses
-        rates = Rates(**pool.submit(rates_of_one, arguments.device, dtype).result())
+    dtype = "float32" if arguments.device == "cpu" else "bfloat16"  # as `dtype: auto` chooses
+    rates = run_apart(rates_of_one, arguments.device, dtype)
     print(
         f"{rates.copy_bytes_per_s / 1e12:.2f} TB/s, {rates.matmul_flops_per_s / 1e12:.0f} TFLOP/s"
     )

@@ -1,7 +1,8 @@
 """Measure committed throughputs again and compare: python benchmarks/remeasure.py FILE...
 
-Each file names its model, configuration and workload; all of it is run as it was. Exits with 1
-where one is slower than its file by more than a twentieth, more than runs differ on one machine.
+Each file names its model, configuration and workload; all of it is run as it was, in a process of
+its own. Exits with 1 where one is slower than its file by more than a twentieth, more than runs
+differ on one machine.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from nanovllm_bench.apart import run_apart
 from nanovllm_bench.experts import with_touched_experts
 from nanovllm_bench.record import write_record
 from nanovllm_bench.throughput import measure_throughput
@@ -63,7 +65,7 @@ def main() -> None:
     for file in arguments.files:
         then = json.loads(file.read_text(encoding="utf-8"))
         try:
-            now = measure_again(then, arguments.runs)
+            now = run_apart(measure_again, then, arguments.runs)
         except NanoVLLMError as error:
             print(f"{file.stem:28s} cannot run here: {error}", flush=True)
             failed.append(file.stem)
