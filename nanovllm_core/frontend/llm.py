@@ -13,8 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from nanovllm_core.errors import InvalidSamplingError, RequestError
 from nanovllm_core.frontend.client import Mailbox
 from nanovllm_core.frontend.door import Door
+from nanovllm_core.frontend.gc_freeze import no_collections
 from nanovllm_core.frontend.messages import NewRequest
-from nanovllm_core.frontend.outputs import RequestOutput
+from nanovllm_core.frontend.outputs import OutputStream, RequestOutput
 from nanovllm_core.frontend.prompts import Message, Prompt, as_list, spread
 from nanovllm_core.interfaces.request_labels import Labels, labels_of_each
 from nanovllm_core.interfaces.sampling_params import SamplingParams
@@ -110,9 +111,10 @@ class LLM(Door):
         requests: list[NewRequest] = []
         with Mailbox(self._client) as mailbox:
             try:
-                for prompt, one, its_labels in zip(prompts, params, all_labels, strict=True):
-                    mailbox.refused = len(requests)
-                    requests.append(self._new_request(encode(prompt), one, its_labels))
+                with no_collections():  # Each would look at every id of the prompts before.
+                    for prompt, one, its_labels in zip(prompts, params, all_labels, strict=True):
+                        mailbox.refused = len(requests)
+                        requests.append(self._new_request(encode(prompt), one, its_labels))
                 return self._complete(mailbox, requests, use_tqdm)
             except RequestError as error:
                 # Parameters that all share are the fault of none of them.
@@ -131,14 +133,17 @@ class LLM(Door):
         if not requests:
             return []
         order = {request.request_id: index for index, request in enumerate(requests)}
-        streams = {request.request_id: self._streams(request) for request in requests}
+        streams: dict[str, list[OutputStream]] = {}
         finished: list[RequestOutput] = []
         mailbox.add(requests)
         with progress_bar(use_tqdm) as progress:
             task = progress.add_task("", total=sum(request.params.n for request in requests))
             while mailbox.unfinished:
                 for delta in mailbox.deltas():
-                    output = streams[delta.request_id][delta.index].push(delta)
+                    name = delta.request_id
+                    if name not in streams:  # made while the engine computes
+                        streams[name] = self._streams(requests[order[name]])
+                    output = streams[name][delta.index].push(delta)
                     if output is not None and output.finished:
                         finished.append(output)
                         progress.advance(task)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +54,25 @@ def test_outputs_come_in_the_order_of_the_prompts(
     ]
     assert [output.prompt_token_ids for output in outputs] == PROMPTS
     assert all(output.finished for output in outputs)
+
+
+def test_prompts_are_read_without_collections(
+    shared_engine: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would look at every id of the prompts before; behind them they begin again."""
+    enabled = []
+    encode = shared_engine._encode
+
+    def look(prompt: Any) -> list[int]:
+        enabled.append(gc.isenabled())
+        return encode(prompt)
+
+    monkeypatch.setattr(shared_engine, "_encode", look)
+    assert gc.isenabled()
+    with pytest.raises(InvalidPromptError):
+        shared_engine.generate([*PROMPTS, []], greedy(), use_tqdm=False)
+    assert enabled == [False] * 4
+    assert gc.isenabled()
 
 
 def test_samples_follow_their_prompt(shared_engine: LLM) -> None:
