@@ -1,8 +1,8 @@
 """Sampling one token per row in Triton; `sampling_reference` says what is computed.
 
-One pass over the logits: each program reads one split of one row's vocabulary and leaves its best
-(score, id) in the workspace; a second, tiny kernel reduces the splits. Scores are compared, never
-added up, so the number of splits does not change the result.
+One pass over the logits: each program reads one split of one row's vocabulary, scores the few ids
+that may win, and leaves its best (score, id) in the workspace; a second, tiny kernel reduces the
+splits. Scores are compared, never added up, so the number of splits does not change the result.
 """
 
 # Triton ships no types, and a kernel's arguments have none a checker knows.
@@ -32,8 +32,8 @@ NUM_WARPS = 4
 MAX_SPLITS = 64
 TARGET_PROGRAMS = 4096
 """Programs to aim for: two waves of those that 132 multiprocessors hold."""
-# Of bounds by a 32-bit integer in place of v: 32 - log2(log2(e)), and more than all roundings of
-# noise and bound together.
+# Bounds are computed without this constant, which is 32 - log2(log2(e)), for the hash is about
+# 2^32 v. What is added is more than the missing step of the hash and all roundings together.
 BOUND_OFFSET = tl.constexpr(31.4712336270551 + 2.0**-13)
 
 
@@ -183,7 +183,7 @@ def stream_key(low, high, index, START: tl.constexpr, C1: tl.constexpr, C2: tl.c
 
 @triton.jit
 def log2(x, APPROXIMATE: tl.constexpr):
-    """log2 of normal floats: one instruction (error below 2^-22), not the library's twenty."""
+    """log2 of 0 and normal floats: one instruction (error below 2^-22) for the library's twenty."""
     if APPROXIMATE:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -226,10 +226,13 @@ def score_of(logits, ids, scale, key_1, key_2, APPROXIMATE: tl.constexpr):
 
 
 @triton.jit
-def read_logits(logits_ptr, columns, is_id, NAN_IS_KEPT: tl.constexpr):
-    """Logits as float32; -inf outside the vocabulary, and for a NaN that a maximum would keep."""
+def read_logits(logits_ptr, columns, is_id, REPLACE_NAN: tl.constexpr):
+    """Logits as float32; -inf outside the vocabulary, and with REPLACE_NAN for a NaN.
+
+    A maximum of others drops a NaN on a GPU, and keeps it in the interpreter.
+    """
     logits = tl.load(logits_ptr + columns, mask=is_id, other=float("-inf")).to(tl.float32)
-    if NAN_IS_KEPT:
+    if REPLACE_NAN:
         logits = tl.where(logits == logits, logits, float("-inf"))
     return logits
 
@@ -239,11 +242,10 @@ def bound_of(
     logits, starts, within, scale, key_1, key_2,
     C1: tl.constexpr, C2: tl.constexpr, ALIGNED: tl.constexpr, APPROXIMATE: tl.constexpr,
 ):  # fmt: skip
-    """`score_of` of the ids `starts + within`, or a little more, less BOUND_OFFSET; a third of the
-    instructions.
+    """An upper bound of `score_of` of the ids `starts + within`, less BOUND_OFFSET.
 
     With v = 1 - u the noise -log2(-log2(1 - v)) is at most -log2(v) - log2(log2(e)). The hash
-    without its last step, which changes the lower half alone, is 2^32 v but for 2^-16 of it.
+    without its last step, which changes the lower half alone, is at most 2^32 v (1 + 2^-16).
     """
     if ALIGNED:  # the ids of a chunk differ in their lowest bits alone
         x = starts.to(tl.uint32, bitcast=True) ^ key_1
@@ -276,8 +278,7 @@ def best_score(
     return best, tl.min(tl.where(scores == best, ids, NONE), axis=0)
 
 
-# One variant for every batch size and rank: a graph's capture must not meet one that is not
-# compiled yet.
+# One variant for every batch size: a graph's capture must not meet one that is not compiled yet.
 @triton.jit(do_not_specialize=["num_tiles", "first_id"])
 def sample_partial_kernel(
     logits_ptr, rows_ptr, temperature_ptr, seed_ptr, output_index_ptr, skip_ptr, asked_ptr,
@@ -285,7 +286,7 @@ def sample_partial_kernel(
     MAX_SPLITS: tl.constexpr, NUM_COLUMNS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
     ALIGNED: tl.constexpr, APPROXIMATE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Bounds of all scores say which chunk has the best, and that is scored.
+    """Bounds of all scores say which chunk of ids may have the best score, and it is scored.
 
     Where another chunk may have a better one, the best chunk of each lane is scored, and where
     that is not enough, all are. At temperature 0 a bound is a score.
@@ -309,7 +310,7 @@ def sample_partial_kernel(
     within = tl.arange(0, CHUNK)[None, :]
     chunks = first + tl.arange(0, TILE // CHUNK) * CHUNK
     best = tl.full((TILE // CHUNK,), float("-inf"), tl.float32)
-    best_chunks, others = chunks, best  # of each lane; `others`: the best bound but for its best
+    best_chunks, others = chunks, best  # of each lane; `others`: the best bound of the others
     for _ in range(num_tiles):
         starts = chunks[:, None]
         is_id = (starts if ALIGNED else starts + within) < num_ids

@@ -52,7 +52,7 @@ def test_the_kernels_choose_the_tokens_of_the_reference(batch, vocab, dtype):
 
 
 def test_equal_logits_of_different_tiles_and_splits_give_the_lowest_id(monkeypatch):
-    """bf16 leaves many equal maxima; the lowest id wins over chunks, lanes, tiles and splits."""
+    """Half precision leaves many; the lowest id wins over chunks, lanes, tiles and splits."""
     monkeypatch.setattr(sampling, "TARGET_PROGRAMS", 10)
     tile = sampling.TILE
     case = Case(5, 10 * tile)
@@ -69,9 +69,10 @@ def test_equal_logits_of_different_tiles_and_splits_give_the_lowest_id(monkeypat
 
 @pytest.mark.parametrize("vocab", [5 * sampling.TILE, 5 * sampling.TILE + 1])
 def test_a_score_of_a_higher_bound_does_not_hide_a_better_one(vocab, monkeypatch):
-    """The best score is in another lane of the bounds, and in the same lane of another tile.
+    """It is in another lane than the highest bound, and in the same lane of another tile.
 
-    Of a row no other logit counts. A bound is far above its score where the noise is low.
+    All other logits of the row are too low to win. Where the noise is low, a bound is far above
+    its score.
     """
     monkeypatch.setattr(sampling, "TARGET_PROGRAMS", 2)
     case = Case(2, vocab)

@@ -86,8 +86,8 @@ def measure_table(
 ) -> dict[str, Any]:
     """All cells; `make_config` gets a choice of attention. The record of a result file.
 
-    `on_cell` gets a line and the record so far, so that an interrupted table keeps its cells; their
-    shares of the roofline come last.
+    `on_cell` gets a line and the record so far, so that an interrupted table keeps its cells. Their
+    shares of the roofline come last, and are in the returned record alone.
     """
     configs = {name: make_config(attention_named(name)) for name in cells.backends}
     for config in configs.values():  # what is wrong is known before anything is loaded

@@ -50,9 +50,9 @@ class Gauge:
 
     @cached_property
     def rates(self) -> Rates:
-        """Measured at the first use, which comes behind all runs of this process.
+        """Measured at the first use, which comes behind all runs of an engine in this process.
 
-        From some ten kernels on another stream on, each kernel of an engine's steps begins later:
+        After some ten kernels on another stream, each kernel of an engine's steps begins later:
         see "What is captured" in docs/architecture.md.
         """
         return measure_rates(self.device, self.dtype)
@@ -62,7 +62,7 @@ class Gauge:
         return GpuUtilisation(self.device if self.is_here else None)
 
     def peak_memory_gib(self) -> float | None:
-        """The engine's peak, its start included.
+        """The peak so far: of a GPU since the engine's start, without one of the whole process.
 
         None where the engine is in another process, or the system does not tell.
         """

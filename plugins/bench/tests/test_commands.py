@@ -56,6 +56,8 @@ def test_the_table_has_a_winner_in_every_cell(tmp_path: Path) -> None:
     record = json.loads(out.read_text())
     assert [cell["batch"] for cell in record["cells"]] == [1, 2]
     assert all(cell["winner"] in ("sdpa", "sdpa.math") for cell in record["cells"])
+    for cell in record["cells"]:
+        assert all(one["roofline"]["share"] > 0 for one in cell["backends"].values())
     ran = {name: engine["attention"] for name, engine in record["engines"].items()}
     assert ran["sdpa"].endswith("kernel auto")
     assert ran["sdpa.math"].endswith("kernel math"), "the option reached the backend"

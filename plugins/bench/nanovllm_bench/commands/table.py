@@ -70,6 +70,8 @@ def table(
             write_record(out, record)
 
     result = measure_table(make_config, cells, on_cell)
+    if out is not None:  # with the shares of the roofline
+        write_record(out, result)
     _show(result, cells.backends)
 
 
