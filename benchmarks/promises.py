@@ -129,7 +129,7 @@ def measure_start() -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "starts.json"
         command = [sys.executable, str(FOLDER / "start.py"), "--attention", "triton"]
-        subprocess.run([*command, "--out", str(file)], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([*command, "--out", str(file)], check=True, stdout=sys.stderr)
         starts = json.loads(file.read_text(encoding="utf-8"))["starts"]
     for cache, most in STARTS.items():
         best = min(start["ready"] for start in starts if start["triton_cache"] == cache)

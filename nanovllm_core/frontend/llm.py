@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from numbers import Integral
 from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from nanovllm_core.errors import InvalidSamplingError, RequestError
 from nanovllm_core.frontend.client import Mailbox
@@ -136,8 +135,7 @@ class LLM(Door):
         streams: dict[str, list[OutputStream]] = {}
         finished: list[RequestOutput] = []
         mailbox.add(requests)
-        with progress_bar(use_tqdm) as progress:
-            task = progress.add_task("", total=sum(request.params.n for request in requests))
+        with counting(sum(request.params.n for request in requests), use_tqdm) as advance:
             while mailbox.unfinished:
                 for delta in mailbox.deltas():
                     name = delta.request_id
@@ -146,7 +144,7 @@ class LLM(Door):
                     output = streams[name][delta.index].push(delta)
                     if output is not None and output.finished:
                         finished.append(output)
-                        progress.advance(task)
+                        advance()
         return sorted(finished, key=lambda output: (order[output.request_id], output.index))
 
     def __enter__(self) -> LLM:
@@ -156,9 +154,21 @@ class LLM(Door):
         self.close()
 
 
-def progress_bar(is_wanted: bool) -> Progress:
-    """A bar on stderr where somebody watches: on a terminal, or in a notebook."""
+@contextmanager
+def counting(total: int, is_wanted: bool) -> Iterator[Callable[[], None]]:
+    """Gives a function to call for each output that is finished.
+
+    It moves a bar on stderr where somebody watches: on a terminal, or in a notebook.
+    """
+    if not is_wanted or not (sys.stderr.isatty() or "IPython" in sys.modules):
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
     console = Console(stderr=True)
     columns = ("Generating", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    is_shown = is_wanted and (sys.stderr.isatty() or console.is_jupyter)
-    return Progress(*columns, console=console, disable=not is_shown)
+    is_shown = sys.stderr.isatty() or console.is_jupyter
+    with Progress(*columns, console=console, disable=not is_shown) as progress:
+        task = progress.add_task("", total=total)
+        yield partial(progress.advance, task)

@@ -6,7 +6,6 @@ from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from queue import Empty, SimpleQueue
-from threading import Thread
 from time import monotonic, perf_counter
 
 from nanovllm_core.config.settings import EngineConfig
@@ -23,7 +22,7 @@ from nanovllm_core.frontend import messages
 from nanovllm_core.frontend.gc_freeze import freeze_objects, no_collections, thawed_objects
 from nanovllm_core.frontend.tokenizer import Tokenizer, checkpoint_eos_token_ids
 from nanovllm_core.interfaces.plan import WorkerInfo
-from nanovllm_core.selection.startup import Startup, make_constraints, start, wake_gpu
+from nanovllm_core.selection.startup import Startup, make_constraints, start
 
 _ASKED = tuple(one.name for one in fields(messages.NewRequest))
 
@@ -100,8 +99,6 @@ class EngineLoop:
 
     def _start(self) -> Started:
         began = perf_counter()
-        if self.config.device != "cpu":
-            Thread(target=wake_gpu, daemon=True).start()
         startup = self._startup = start(self.config)
         if startup.observers:
             self._observation = Observation(startup.observers)

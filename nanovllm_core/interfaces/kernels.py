@@ -13,7 +13,7 @@ a cached row, of which the first L are the latent part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
@@ -332,4 +332,28 @@ class CompilingKernels(Protocol):
         Leaving waits until all are loaded. Gives a function that says whether one of those so far
         was not compiled by an earlier process. Entered once, before any step has run, with the
         set's device as the current one.
+        """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Product:
+    """Products by one weight [X, E], as data: its operation, and the numbers of rows that it gets.
+
+    "add" stands for `linear_add` and `linear_add_norm`, "gate_up" for both operations of that name.
+    """
+
+    kind: Literal["linear", "add", "gate_up"]
+    weight: Tensor
+    num_rows: tuple[int, ...]
+
+
+@runtime_checkable
+class LoadingKernels(Protocol):
+    """A kernel set that leaves products to a library whose kernels are loaded when first needed."""
+
+    def load_products(self, products: Iterable[Product]) -> None:
+        """Have the library load what it needs for these.
+
+        Called in a start, while kernels that an earlier process has compiled are loaded, so that no
+        capture waits for it. Nothing is computed that anybody reads.
         """

@@ -174,11 +174,16 @@ class KernelSetSpec(DeviceSpec):
     `dtypes` are what it computes in, `min_compute_capability` is the oldest GPU. Of the sets that
     fit, `kernels: auto` takes the one of the highest `rank`: the core's `torch`, which fits
     everywhere, has 10, `triton` 50. A set of rank 0 serves only where it is named.
+
+    `wake`, `"package.module:function"`, is called without arguments on a thread of its own at the
+    beginning of a start on a GPU that may take this set, while torch is imported: for work that
+    takes time and neither torch nor Python's lock.
     """
 
     dtypes: frozenset[str] = frozenset({"float32", "float16", "bfloat16"})
     min_compute_capability: tuple[int, int] | None = None
     rank: int = 0
+    wake: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

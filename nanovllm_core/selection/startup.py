@@ -5,20 +5,27 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Mapping
+import pkgutil
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from threading import Thread
 from typing import cast
 
 from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.engine.constraints import LoadedConstraint
 from nanovllm_core.engine.observation import close_observers
-from nanovllm_core.errors import PluginLoadError
+from nanovllm_core.errors import NanoVLLMError, PluginLoadError
 from nanovllm_core.interfaces.constraint import ConstraintContext, ConstraintSpec
 from nanovllm_core.interfaces.executor import Executor, WorkerSetup
 from nanovllm_core.interfaces.observer import ObserverContext, StepObserver
 from nanovllm_core.interfaces.scheduler import Scheduler, SchedulingPolicy
-from nanovllm_core.interfaces.specs import LogitsProcessorSpec, ResolvedPlugin, SchedulerSpec
+from nanovllm_core.interfaces.specs import (
+    KernelSetSpec,
+    LogitsProcessorSpec,
+    ResolvedPlugin,
+    SchedulerSpec,
+)
 from nanovllm_core.registry.manager import PluginManager
 from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.selection.decisions import SEQUENCE, Decisions
@@ -45,21 +52,38 @@ class Startup:
     """Why these attention backends and this kernel set: the lines of the log."""
 
 
-def wake_gpu() -> None:
+def wake_gpu(wakers: Sequence[str]) -> None:
     """What takes time and neither torch nor Python's lock, for a thread beside torch's import.
 
-    CUDA is initialised, and Triton reads all of itself, for the names of its compiled kernels.
+    CUDA is initialised, kernel sets are woken by their `wakers`, and Triton reads all of itself,
+    for the names of its compiled kernels.
     """
     with suppress(OSError, ImportError):
-        ctypes.CDLL("libcuda.so.1").cuInit(0)  # OSError: there is no GPU
+        if ctypes.CDLL("libcuda.so.1").cuInit(0):  # OSError: there is no driver
+            return
+        for waker in wakers:
+            pkgutil.resolve_name(waker)()
         from triton.runtime.cache import triton_key
 
         triton_key()
 
 
+def find_wakers(decisions: Decisions) -> list[str]:
+    """`KernelSetSpec.wake` of the sets that a start may take; none for ranks in other processes."""
+    config, plugins = decisions.config, decisions.plugins
+    names = plugins.names("kernels") if config.kernels.is_auto else [config.kernels.name]
+    wakers = []
+    for name in names if config.tensor_parallel_size == 1 else ():
+        with suppress(NanoVLLMError):  # the choice raises it
+            wakers.append(cast(KernelSetSpec, plugins.spec("kernels", name)).wake)
+    return [waker for waker in wakers if waker]
+
+
 def start(config: EngineConfig) -> Startup:
     """Resolve every choice of `config`; loads no weights and allocates nothing on the device."""
     decisions = Decisions(config)
+    if config.device != "cpu":
+        Thread(target=wake_gpu, args=[find_wakers(decisions)], daemon=True).start()
     for decide in SEQUENCE.values():
         decide(decisions)
     attention, kernels = decisions.attention, decisions.kernels

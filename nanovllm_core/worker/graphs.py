@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_core.errors import GraphSafetyError
-from nanovllm_core.interfaces.kernels import CompilingKernels
+from nanovllm_core.interfaces.kernels import CompilingKernels, LoadingKernels, Product
 from nanovllm_core.worker.progress import Laps, counting
 
 _MIN_CHUNKS = 8
@@ -164,12 +164,13 @@ def compile_launches(
     device: torch.device,
     first: Iterable[Callable[[], object]],
     others: Iterable[Callable[[], object]],
+    products: Iterable[Product] = (),
 ) -> None:
     """Compile the kernels of these launches in parallel, before any of them has run.
 
     They are captured, and the graphs thrown away. Where all kernels of the first were compiled by
     an earlier start, those of the others mostly were, too: they are loaded, or compiled one by one,
-    when they are needed.
+    when they are needed. Meanwhile a library loads what it needs for `products`.
     """
     graphs = []  # a pool without graphs cannot be used again
     with warnings.catch_warnings(), kernels.compile_ahead() as is_needed, _pool(device) as pool:
@@ -177,6 +178,8 @@ def compile_launches(
         graphs += [_capture(launch, pool) for launch in first]
         if is_needed():
             graphs += [_capture(launch, pool) for launch in others]
+        elif isinstance(kernels, LoadingKernels):
+            kernels.load_products(products)
     del graphs
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)  # no step will need what all of them together did

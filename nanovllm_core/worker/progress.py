@@ -7,9 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import Progress
-
 
 class Laps:
     """Seconds by the name of what was done, each from the end of the one before."""
@@ -28,8 +25,12 @@ class Laps:
 @contextmanager
 def counting(description: str) -> Iterator[Callable[[int, int], None]]:
     """Gives a function of (done, total) that moves a bar; nothing is drawn without a terminal."""
-    silent = not sys.stderr.isatty()
-    console = Console(stderr=True, quiet=silent)
-    with Progress(console=console, transient=True, disable=silent) as bar:
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(description, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -34,6 +34,7 @@ from nanovllm_core.worker.attention import PagedAttention
 from nanovllm_core.worker.graphs import compile_launches
 from nanovllm_core.worker.kv_cache import DeviceMemory, size_cache
 from nanovllm_core.worker.model import load_model
+from nanovllm_core.worker.products import captured_products, wake_library
 from nanovllm_core.worker.progress import Laps
 from nanovllm_core.worker.runner import ModelRunner
 
@@ -99,9 +100,11 @@ class Worker:
     def _load(self, device: torch.device, memory: DeviceMemory | None, laps: Laps) -> WorkerInfo:
         """All of a start for which the device has to be open."""
         parallel = self.parallel
+        wait_for_library = wake_library(device, self._stream, getattr(torch, self.setup.dtype))
         with _memory_for(device, *_MODEL_AND_REMEDY):
             kernels: KernelSet = make_plugin(self.setup.kernels, device)
             model = load_model(self.setup, kernels, parallel.tensor_parallel)
+            wait_for_library()
             laps.end("model")
         setup = self._with_bounded_length(model.shape, memory)
         with _memory_for(device, *_steps_and_remedy(setup)):
@@ -117,7 +120,8 @@ class Worker:
                 most = setup.config.limits.max_num_batched_tokens if runner.prompt_sizes else 0
                 smallest, *others = (partial(runner.run_captured, key) for key in runner.keys)
                 first = chain(runner.trial_launches(most), [smallest])
-                compile_launches(kernels, device, first, others)
+                products = captured_products(model.module, runner.keys)
+                compile_launches(kernels, device, first, others, products)
                 laps.end("compile")
             if memory is not None:
                 memory = _try_steps(setup, runner, memory)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Sequence
 from random import Random
 from time import process_time
+from types import ModuleType
 
 import pytest
+import rich.progress
 from hypothesis import given, strategies as st
 
 from nanovllm_core.engine import OutputDelta
 from nanovllm_core.frontend import OutputStream, RequestOutput, Transcript
-from nanovllm_core.frontend.llm import progress_bar
+from nanovllm_core.frontend.llm import counting
 from nanovllm_core.frontend.outputs import _StopStrings
 from nanovllm_core.interfaces.plan import TokenLogprobs
 from nanovllm_core.interfaces.sampling_params import SamplingParams
@@ -198,10 +201,20 @@ def test_an_output_answers_as_nano_vllms_do() -> None:
 def test_a_progress_bar_is_shown_in_a_notebook_too(
     notebook: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where stderr is no terminal."""
+    """Where stderr is no terminal; where nobody wants it, or looks, rich is not even imported."""
+    shown: list[bool] = []
     monkeypatch.setattr("rich.console._is_jupyter", lambda: notebook)
-    assert progress_bar(True).disable is not notebook
-    assert progress_bar(False).disable
+    monkeypatch.setattr(rich.progress.Progress, "start", lambda bar: shown.append(not bar.disable))
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
+    for wanted in (True, False):
+        with counting(2, wanted) as advance:
+            advance()
+    assert shown == []
+    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
+    for wanted in (True, False):
+        with counting(2, wanted) as advance:
+            advance()
+    assert shown == [notebook]
 
 
 def test_a_long_stop_string_costs_as_much_as_the_text_that_may_begin_it() -> None:

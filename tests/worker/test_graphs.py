@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -111,7 +111,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("is_needed", [True, False])
 def test_a_start_whose_first_kernels_are_compiled_traces_no_other_step(is_needed: bool) -> None:
-    """A warm start would trace all steps twice, for nothing."""
+    """A warm start would trace all steps twice, for nothing; it has the products loaded instead."""
     asked: list[list[str]] = []
     launched: list[str] = []
 
@@ -124,10 +124,14 @@ def test_a_start_whose_first_kernels_are_compiled_traces_no_other_step(is_needed
 
             yield ask
 
+        def load_products(self, products: Iterable[str]) -> None:
+            launched.extend(products)
+
     first, others = ([partial(launched.append, name) for name in names] for names in ("ab", "cd"))
-    compile_launches(Kernels(), torch.device("cpu"), first, others)
+    products: Any = ["a product"]
+    compile_launches(Kernels(), torch.device("cpu"), first, others, products)
     assert asked == [["a", "b"]]
-    assert launched == list("abcd" if is_needed else "ab")
+    assert launched == (list("abcd") if is_needed else ["a", "b", "a product"])
 
 
 @pytest.mark.usefixtures("no_gpu")

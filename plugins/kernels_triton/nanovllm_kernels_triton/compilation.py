@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -18,15 +17,15 @@ from triton import AsyncCompileMode
 from triton.runtime._async_compile import active_mode
 from triton.runtime.cache import get_cache_manager
 
-from nanovllm_kernels_triton.compilers import CompileJob, Compilers
+from nanovllm_kernels_triton.compilers import (
+    NUM_HERE,
+    CompileJob,
+    Compilers,
+    count_processes,
+    take,
+)
 
 logger = logging.getLogger(__name__)
-
-NUM_HERE = 4
-"""The first kernels, which threads of this process compile while the processes import. For more at
-once Python's lock has no room."""
-MOST = 16
-"""Processes that compile at once: each takes some 100 MB."""
 
 
 class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no types
@@ -44,8 +43,7 @@ class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no typ
 
     def __init__(self, num_processes: int | None = None) -> None:
         if num_processes is None:
-            num_processors = len(os.sched_getaffinity(0))
-            num_processes = min(num_processors, MOST) if num_processors > NUM_HERE else 0
+            num_processes = count_processes()
         super().__init__(ThreadPoolExecutor(NUM_HERE + num_processes))
         self._has_processes = num_processes > 0
         self._device = torch.cuda.current_device()
@@ -99,7 +97,7 @@ class CompileAhead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no typ
         self._num_missing += 1
         if self._has_processes and self._compilers is None:
             try:
-                self._compilers = Compilers()
+                self._compilers = take()
             except OSError as error:
                 self._has_processes = False
                 logger.warning("threads compile all kernels, for no process can: %s", error)

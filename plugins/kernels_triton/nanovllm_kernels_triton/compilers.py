@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from importlib import import_module
 from operator import attrgetter
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -39,6 +40,16 @@ serve(int(sys.argv[2]))
 IMPORT_SECONDS = 60
 COMPILE_SECONDS = 300
 """Bounds; a kernel of ours takes 5 at most."""
+IDLE_SECONDS = 60
+"""A process that was started early ends where no job has come by then."""
+MOST = 16
+"""Processes that compile at once: each takes some 100 MB."""
+NUM_HERE = 4
+"""The first kernels, which threads of the engine's process compile while the processes import. For
+more at once Python's lock has no room."""
+
+_waiting: list[Compilers] = []
+"""What `wake` has started, until somebody takes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +88,34 @@ def code_of(kernel: Any) -> str:
     return sha256(repr(sorted(found.items())).encode()).hexdigest()
 
 
+def count_processes() -> int:
+    """How many may compile at once: one for each processor up to MOST, 0 where these are few."""
+    num_processors = len(os.sched_getaffinity(0))
+    return min(num_processors, MOST) if num_processors > NUM_HERE else 0
+
+
+def wake() -> None:
+    """Start the process early where every kernel will be missing: where Triton's cache is empty.
+
+    `KernelSetSpec.wake` calls it beside the engine's own import of torch.
+    """
+    cache = Path(knobs.cache.dir)
+    is_empty = not (cache.is_dir() and any(cache.iterdir()))
+    if is_empty and count_processes() > 0:
+        with suppress(OSError):  # `take` will raise it again
+            _waiting.append(Compilers())
+
+
+def take() -> Compilers:
+    """The process that was started early and still runs, or a new one; OSError as of these."""
+    while _waiting:
+        compilers = _waiting.pop()
+        if compilers.is_running:
+            return compilers
+        compilers.close()
+    return Compilers()
+
+
 class Compilers:
     """A process that has imported torch and Triton, and forks one for each job.
 
@@ -103,6 +142,11 @@ class Compilers:
     def pid(self) -> int:
         """The process id."""
         return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """False once it has ended."""
+        return self._process.poll() is None
 
     def __str__(self) -> str:
         return f"the process that compiles kernels (process {self.pid})"
@@ -150,7 +194,7 @@ class Compilers:
 
 
 def serve(descriptor: int) -> None:
-    """Fork a process for each job, until the socket's other end is closed.
+    """Fork a process for each job, until the socket's other end is closed, or none comes at all.
 
     They share what is imported here, and run when the process that waits for them has no work.
     """
@@ -164,7 +208,9 @@ def serve(descriptor: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children that have ended do not stay
     with socket.socket(fileno=descriptor) as requests, suppress(OSError):
         requests.send(b"!")
+        requests.settimeout(IDLE_SECONDS)
         while (request := socket.recv_fds(requests, 1000, 1))[1]:
+            requests.settimeout(None)
             with socket.socket(fileno=request[1][0]) as job:
                 with suppress(Exception):  # it is the child's
                     import_module(request[0].decode())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from pydantic import BaseModel
 from torch import Tensor
@@ -14,6 +16,7 @@ from nanovllm_core.api import (
     LatentPrep,
     MixtureKernels,
     NormingKernels,
+    Product,
     QKPrep,
     Routing,
     RoutingKernels,
@@ -89,6 +92,22 @@ class TritonKernels(
     def compile_ahead(self) -> CompileAhead:
         """See `CompilingKernels`."""
         return CompileAhead()
+
+    def load_products(self, products: Iterable[Product]) -> None:
+        """See `LoadingKernels`: cuBLAS loads a kernel by computing with it."""
+        choices = {"linear": (choose,), "gate_up": (choose_gated,), "add": (choose, choose_parts)}
+        for product in products:
+            weight_XE = product.weight
+            outputs, inputs = weight_XE.shape
+            for num_rows in product.num_rows:
+                asked = num_rows, outputs, inputs, weight_XE.dtype
+                if any(choice(*asked) is not None for choice in choices[product.kind]):
+                    continue
+                x_TE = weight_XE.new_empty((num_rows, inputs))
+                if product.kind == "add":
+                    x_TE.new_empty((num_rows, outputs)).addmm_(x_TE, weight_XE.t())
+                else:
+                    linear(x_TE, weight_XE)
 
     def make_tail(self, tables: TailTables, vocab_size: int, max_entries: int) -> CapturedTail:
         return TritonTail(tables, vocab_size, max_entries)

@@ -19,5 +19,6 @@ def nanovllm_kernels() -> Sequence[KernelSetSpec]:
             min_compute_capability=(8, 0),
             rank=50,
             needs_warm_up=False,
+            wake="nanovllm_kernels_triton.compilers:wake",
         )
     ]

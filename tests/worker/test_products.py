@@ -1,0 +1,74 @@
+"""The products of captured steps, as a start has a library load them."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from nanovllm_core.kernels import TorchKernels
+from nanovllm_core.layers import (
+    ColumnParallelLinear,
+    LayerContext,
+    MergedColumnParallelLinear,
+    ParallelLMHead,
+    RowParallelLinear,
+    SingleRank,
+    VocabParallelEmbedding,
+)
+from nanovllm_core.worker.graphs import StepKey
+from nanovllm_core.worker.products import captured_products, wake_library
+
+KEYS = [StepKey.decode(1), StepKey.decode(96), StepKey("mixed", 128, 8)]
+
+
+def context(size: int = 1) -> LayerContext:
+    tp: Any = SingleRank() if size == 1 else SimpleNamespace(rank=0, size=size)
+    return LayerContext(torch.device("cpu"), torch.float32, tp, TorchKernels())
+
+
+def found(*layers: torch.nn.Module) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    return [
+        (one.kind, tuple(one.weight.shape), one.num_rows)
+        for one in captured_products(torch.nn.ModuleList(layers), KEYS)
+    ]
+
+
+def test_each_kind_and_shape_of_a_model_is_a_product_once() -> None:
+    """The head has a row for each entry, other layers have one for each token as well.
+
+    What has a bias goes another way, and a tied head has its embedding's weight.
+    """
+    one = context()
+    entries, tokens = (1, 16, 96), (1, 16, 96, 136)
+    embedding = VocabParallelEmbedding(one, 1000, 32)
+    layers = [
+        layer
+        for _ in range(2)
+        for layer in (
+            ColumnParallelLinear(one, 32, 48),
+            RowParallelLinear(one, 48, 32),
+            MergedColumnParallelLinear(one, 32, (64, 64)),
+        )
+    ]
+    head = ParallelLMHead(one, 1000, 32, tied_to=embedding)
+    biased = ColumnParallelLinear(one, 32, 56, bias=True)
+    assert found(embedding, *layers, head, biased) == [
+        ("linear", (1000, 32), entries),
+        ("linear", (48, 32), tokens),
+        ("add", (32, 48), tokens),
+        ("gate_up", (128, 32), tokens),
+    ]
+
+
+def test_what_ranks_sum_is_no_product_that_adds() -> None:
+    """Its part is summed over ranks first."""
+    assert [kind for kind, *_ in found(RowParallelLinear(context(2), 48, 32))] == ["linear"]
+
+
+def test_a_cpu_has_no_library_to_wake() -> None:
+    before = threading.active_count()
+    wake_library(torch.device("cpu"), None, torch.float32)()
+    assert threading.active_count() == before
