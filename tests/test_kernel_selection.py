@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import EntryPoint, distributions
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -240,3 +240,52 @@ def test_a_start_on_a_gpu_without_a_set_for_it_warns_once_and_goes_on(
     seams = {s.name: s for s in explain(load_with_sources("demo", overrides=overrides, env={}))}
     assert seams["kernels"].others["triton"] == "not installed"
     assert seams["kernels"].why == "auto: rank 10, the highest of those that fit"
+
+
+# -- wakers ----------------------------------------------------------------------------------------
+
+
+woken: list[str] = []
+
+
+def wake_alpha() -> None:
+    """What a set is woken by."""
+    woken.append("alpha")
+
+
+def wake_zeta() -> None:
+    raise ValueError("not today")
+
+
+@pytest.mark.parametrize(
+    ("choice", "found"),
+    [
+        ({}, ["wake_alpha", "wake_zeta"]),
+        ({"kernels": "alpha"}, ["wake_alpha"]),
+        ({"kernels": "torch"}, []),
+        ({"kernels": "unknown"}, []),
+        ({"tensor_parallel_size": 2}, []),
+    ],
+)
+def test_a_start_wakes_the_kernel_sets_that_it_may_take(
+    manager: Manager, choice: dict[str, Any], found: list[str]
+) -> None:
+    """Ranks have processes of their own; for a set that is not installed the choice raises."""
+    specs = [kernel_set(name, wake=f"{__name__}:wake_{name}") for name in ("alpha", "zeta")]
+    config = load_config("demo", overrides=choice)
+    wakers = startup.find_wakers(Decisions(config, manager(*specs, kernel_set("sigma"))))
+    assert [waker.partition(":")[2] for waker in wakers] == found
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_one_set_that_cannot_be_woken_delays_no_other(
+    has_gpu: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor does it end the start; where there is no GPU none is woken."""
+    driver = SimpleNamespace(cuInit=lambda _: 0 if has_gpu else 100)
+    monkeypatch.setattr(startup.ctypes, "CDLL", lambda _: driver)
+    woken.clear()
+    startup.wake_gpu([f"{__name__}:wake_zeta", f"{__name__}:wake_alpha"])
+    assert woken == ["alpha"] * has_gpu
+    warning = f"{__name__}:wake_zeta, which a kernel set wakes by, failed: not today"
+    assert caplog.messages == [warning] * has_gpu

@@ -62,7 +62,10 @@ def wake_gpu(wakers: Sequence[str]) -> None:
         if ctypes.CDLL("libcuda.so.1").cuInit(0):  # OSError: there is no driver
             return
         for waker in wakers:
-            pkgutil.resolve_name(waker)()
+            try:
+                pkgutil.resolve_name(waker)()
+            except Exception as error:
+                logger.warning("%s, which a kernel set wakes by, failed: %s", waker, error)
         from triton.runtime.cache import triton_key
 
         triton_key()

@@ -207,6 +207,40 @@ print(json.dumps([seen, Compilers().pid]), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
+WOKEN = """
+from triton.compiler import ASTSource
+from nanovllm_kernels_triton import compilers
+from nanovllm_kernels_triton.compilers import CompileJob, Compilers, take, wake
+
+compilers.count_processes = lambda: 0
+wake()
+seen["by few processors"] = len(compilers._waiting)
+compilers.count_processes = lambda: 2
+wake()
+[woken] = compilers._waiting
+seen["taken is the woken one"] = take() is woken
+source = ASTSource(fill, {"x_ptr": "*fp32", "SIZE": "constexpr"}, {"SIZE": 16})
+seen["it compiles"] = woken.compile(
+    CompileJob(source, GPUTarget("cuda", 90, 32), {"num_warps": 2}, {})
+)
+woken.close()
+wake()
+seen["woken with kernels in the cache"] = len(compilers._waiting)
+compilers.PROGRAM = compilers.PROGRAM.replace(
+    "from nanovllm_kernels_triton.compilers import serve",
+    "from nanovllm_kernels_triton import compilers\\n"
+    "from nanovllm_kernels_triton.compilers import serve\\n"
+    "compilers.IDLE_SECONDS = 0.1",
+)
+idle = Compilers()
+compilers._waiting.append(idle)
+idle._process.wait(60)
+another = take()
+seen["one that ended is taken"] = another is idle
+another.close()
+print(json.dumps(seen))
+"""
+
 
 def run(tmp_path: Path, program: str, status: int = 0) -> Any:
     """The facts that the program prints, run by a process of its own with an empty cache."""
@@ -284,3 +318,14 @@ def test_compilers_say_what_they_could_not_compile_and_end_when_closed(tmp_path:
     while command.exists() and command.read_bytes():  # a zombie has none
         assert time.monotonic() < end, "it runs after 30 s"
         time.sleep(0.1)
+
+
+def test_the_process_that_compiles_starts_early_where_nothing_is_compiled(tmp_path: Path) -> None:
+    """Its first user takes it. One that nothing asks ends by itself, and is not taken any more."""
+    assert run(tmp_path, WOKEN) == {
+        "by few processors": 0,
+        "taken is the woken one": True,
+        "it compiles": True,
+        "woken with kernels in the cache": 0,
+        "one that ended is taken": False,
+    }
