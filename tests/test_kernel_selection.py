@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import EntryPoint, distributions
 from types import ModuleType, SimpleNamespace
@@ -19,7 +20,7 @@ from nanovllm_core.config.sources import load_config, load_with_sources
 from nanovllm_core.diagnostics.doctor import check_defaults
 from nanovllm_core.diagnostics.explain import explain
 from nanovllm_core.diagnostics.status import plugin_statuses, typical_requirements
-from nanovllm_core.errors import UnsupportedError
+from nanovllm_core.errors import PluginLoadError, UnsupportedError
 from nanovllm_core.registry.discovery import install_command
 from nanovllm_core.registry.manager import PluginManager, get_plugin_manager
 from nanovllm_core.selection import decisions, startup
@@ -264,16 +265,25 @@ def wake_zeta() -> None:
         ({"kernels": "alpha"}, ["wake_alpha"]),
         ({"kernels": "torch"}, []),
         ({"kernels": "unknown"}, []),
+        ({"kernels": "sigma"}, ["wake_sigma"]),
         ({"tensor_parallel_size": 2}, []),
+        ({"executor": "parallel"}, []),
+        ({"cuda_graphs": {"enforce_eager": True}}, []),
     ],
 )
 def test_a_start_wakes_the_kernel_sets_that_it_may_take(
     manager: Manager, choice: dict[str, Any], found: list[str]
 ) -> None:
-    """Ranks have processes of their own; for a set that is not installed the choice raises."""
-    specs = [kernel_set(name, wake=f"{__name__}:wake_{name}") for name in ("alpha", "zeta")]
+    """Ranks have processes of their own; for a set that is not installed the choice raises.
+
+    Sigma has no rank, so that `auto` never takes it.
+    """
+    specs = [
+        kernel_set(name, rank=rank, wake=f"{__name__}:wake_{name}")
+        for name, rank in (("alpha", 20), ("sigma", 0), ("zeta", 30))
+    ]
     config = load_config("demo", overrides=choice)
-    wakers = startup.find_wakers(Decisions(config, manager(*specs, kernel_set("sigma"))))
+    wakers = startup.find_wakers(Decisions(config, manager(*specs)))
     assert [waker.partition(":")[2] for waker in wakers] == found
 
 
@@ -287,5 +297,28 @@ def test_one_set_that_cannot_be_woken_delays_no_other(
     woken.clear()
     startup.wake_gpu([f"{__name__}:wake_zeta", f"{__name__}:wake_alpha"])
     assert woken == ["alpha"] * has_gpu
-    warning = f"{__name__}:wake_zeta, which a kernel set wakes by, failed: not today"
+    warning = f"the waker {__name__}:wake_zeta of a kernel set failed: not today"
     assert caplog.messages == [warning] * has_gpu
+
+
+@pytest.mark.parametrize(("device", "woken_by"), [("auto", [["a:wake"]]), ("cpu", [])])
+def test_a_start_wakes_beside_its_choices(
+    device: str, woken_by: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where it is to run on a CPU."""
+    calls: list[list[str]] = []
+    monkeypatch.setattr(startup, "find_wakers", lambda _: ["a:wake"])
+    monkeypatch.setattr(startup, "wake_gpu", calls.append)
+    monkeypatch.setattr(startup, "SEQUENCE", {"first": lambda _: 1 / 0})
+    with pytest.raises(ZeroDivisionError):
+        startup.start(load_config("demo", overrides={"device": device}))
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.name.startswith("execnet"):
+            thread.join(0.1)
+    assert calls == woken_by
+
+
+def test_a_waker_that_names_no_function_is_a_fault_of_its_set(manager: Manager) -> None:
+    plugins = manager(kernel_set("alpha", wake="no function"))
+    with pytest.raises(PluginLoadError, match="wake 'no function' is not of the form"):
+        plugins.spec("kernels", "alpha")

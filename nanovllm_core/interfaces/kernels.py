@@ -337,12 +337,14 @@ class CompilingKernels(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Product:
-    """Products by one weight [X, E], as data: its operation, and the numbers of rows that it gets.
+    """Products by one weight [X, E], as data: which operation, and with which numbers of rows.
 
-    "add" stands for `linear_add` and `linear_add_norm`, "gate_up" for both operations of that name.
+    "gate_up" stands for both operations of that name, "add" for `linear_add`, and "add_norm" for
+    `linear_add_norm`, or `linear_add` where the set declines that. Products have no bias, but for
+    one that is added to the residual, which is left out here. More kinds may come.
     """
 
-    kind: Literal["linear", "add", "gate_up"]
+    kind: Literal["linear", "add", "add_norm", "gate_up"]
     weight: Tensor
     num_rows: tuple[int, ...]
 
@@ -352,8 +354,9 @@ class LoadingKernels(Protocol):
     """A kernel set that leaves products to a library whose kernels are loaded when first needed."""
 
     def load_products(self, products: Iterable[Product]) -> None:
-        """Have the library load what it needs for these.
+        """Have the library load its kernels for these products, and leave out unknown kinds.
 
-        Called in a start, while kernels that an earlier process has compiled are loaded, so that no
-        capture waits for it. Nothing is computed that anybody reads.
+        Called of a set that is also `CompilingKernels`, in a start whose kernels an earlier process
+        has compiled: while these are loaded, so that no capture waits for the library. Nothing
+        reads what is computed.
         """

@@ -175,9 +175,10 @@ class KernelSetSpec(DeviceSpec):
     fit, `kernels: auto` takes the one of the highest `rank`: the core's `torch`, which fits
     everywhere, has 10, `triton` 50. A set of rank 0 serves only where it is named.
 
-    `wake`, `"package.module:function"`, is called without arguments on a thread of its own at the
-    beginning of a start on a GPU that may take this set, while torch is imported: for work that
-    takes time and neither torch nor Python's lock.
+    `wake`, `"package.module:function"`, is called without arguments at the beginning of every start
+    that captures steps in this process on a GPU and may take this set, on a thread beside the
+    import of torch: for work that takes time and neither torch nor Python's lock. All wakers share
+    the thread. An error is logged. The start may still take another set, or fail.
     """
 
     dtypes: frozenset[str] = frozenset({"float32", "float16", "bfloat16"})

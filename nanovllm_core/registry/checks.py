@@ -142,6 +142,8 @@ def _problems(spec: PluginSpec | KindSpec, kind: Kind) -> Iterator[str]:
     yield from _model_problems("options", spec.options)
     if isinstance(spec, LogitsProcessorSpec | ConstraintSpec):
         yield from _model_problems("arguments", spec.arguments)
+    if isinstance(spec, KernelSetSpec) and spec.wake:
+        yield from _form_problems("wake", spec.wake)
     if isinstance(spec, AttentionSpec):
         able: object = spec.capabilities
         if not isinstance(able, AttentionCapabilities):

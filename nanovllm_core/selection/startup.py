@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import cast
 
+from nanovllm_core.config.choices import AUTO
 from nanovllm_core.config.settings import EngineConfig
 from nanovllm_core.engine.constraints import LoadedConstraint
 from nanovllm_core.engine.observation import close_observers
@@ -65,21 +66,29 @@ def wake_gpu(wakers: Sequence[str]) -> None:
             try:
                 pkgutil.resolve_name(waker)()
             except Exception as error:
-                logger.warning("%s, which a kernel set wakes by, failed: %s", waker, error)
+                logger.warning("the waker %s of a kernel set failed: %s", waker, error)
         from triton.runtime.cache import triton_key
 
         triton_key()
 
 
 def find_wakers(decisions: Decisions) -> list[str]:
-    """`KernelSetSpec.wake` of the sets that a start may take; none for ranks in other processes."""
+    """`KernelSetSpec.wake` of the sets that a start may take.
+
+    None for workers in other processes, nor where no step is captured.
+    """
     config, plugins = decisions.config, decisions.plugins
-    names = plugins.names("kernels") if config.kernels.is_auto else [config.kernels.name]
+    is_here = config.tensor_parallel_size == 1 and config.executor.plugin in (AUTO, "single")
+    if config.cuda_graphs.enforce_eager or not is_here:
+        return []
+    is_auto = config.kernels.is_auto
     wakers = []
-    for name in names if config.tensor_parallel_size == 1 else ():
+    for name in plugins.names("kernels") if is_auto else [config.kernels.plugin]:
         with suppress(NanoVLLMError):  # the choice raises it
-            wakers.append(cast(KernelSetSpec, plugins.spec("kernels", name)).wake)
-    return [waker for waker in wakers if waker]
+            spec = cast(KernelSetSpec, plugins.spec("kernels", name))
+            if spec.wake and (spec.rank > 0 or not is_auto):
+                wakers.append(spec.wake)
+    return wakers
 
 
 def start(config: EngineConfig) -> Startup:

@@ -1,6 +1,6 @@
-"""The library of products loads itself, and each of its kernels, when they are first needed.
+"""cuBLAS loads itself, and each of its kernels, when they are first needed.
 
-On an H200 cuBLAS takes 0.13 s for itself and 4 ms for a kernel, of which the steps of a small model
+On an H200 it takes 0.13 s for itself and 4 ms for a kernel, of which the steps of a small model
 need a hundred. Captures would wait for them one by one; here they come while nothing waits.
 """
 
@@ -16,19 +16,23 @@ import torch
 from torch import nn
 
 from nanovllm_core.interfaces.kernels import Product
-from nanovllm_core.layers import MergedColumnParallelLinear, RowParallelLinear
+from nanovllm_core.layers import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from nanovllm_core.layers.embedding import VocabParallel
 from nanovllm_core.layers.module import Layer
 from nanovllm_core.worker.graphs import StepKey
 
 _WAKE_SECONDS = 60
-"""A bound of the wait for the library."""
+"""A bound of the wait for it."""
 
 
 def wake_library(
     device: torch.device, stream: torch.cuda.Stream | None, dtype: torch.dtype
 ) -> Callable[[], None]:
-    """Have the library load itself on a thread, on the stream of all later products.
+    """Have cuBLAS load itself on a thread, on the stream of all later products.
 
     Gives the function that waits for it. On a CPU there is nothing to load.
     """
@@ -46,15 +50,22 @@ def wake_library(
 
 
 def captured_products(module: nn.Module, keys: Collection[StepKey]) -> list[Product]:
-    """The products of captured steps: one for each kind and shape of a model's plain matrices."""
+    """The products of captured steps: one for each kind and shape of a model's plain matrices.
+
+    Behind its attention the last layer has a row for each entry alone, and so has the head.
+    """
     entries = {key.num_rows + (key.num_chunks if key.kind == "mixed" else 0) for key in keys}
-    tokens = entries | {key.total_tokens for key in keys}
+    tokens = {key.total_tokens for key in keys}
     found: dict[object, Product] = {}
     for layer in module.modules():
-        if not isinstance(layer, Layer) or getattr(layer, "bias", None) is not None:
+        if not isinstance(layer, Layer):
             continue
-        rows = entries if isinstance(layer, VocabParallel) else tokens
         kind = _kind(layer)
+        if getattr(layer, "bias", None) is not None and not kind.startswith("add"):
+            continue
+        rows = tokens if isinstance(layer, QKVParallelLinear) else tokens | entries
+        if isinstance(layer, VocabParallel):
+            rows = entries
         for weight in (matrix.tensor for matrix in layer.matrices):
             if weight is not None:
                 product = Product(kind, weight, tuple(sorted(rows)))
@@ -62,8 +73,9 @@ def captured_products(module: nn.Module, keys: Collection[StepKey]) -> list[Prod
     return list(found.values())
 
 
-def _kind(layer: Layer) -> Literal["linear", "add", "gate_up"]:
+def _kind(layer: Layer) -> Literal["linear", "add", "add_norm", "gate_up"]:
     if isinstance(layer, MergedColumnParallelLinear):
         return "gate_up"
-    is_added = isinstance(layer, RowParallelLinear) and layer.context.tp.size == 1
-    return "add" if is_added else "linear"
+    if isinstance(layer, RowParallelLinear) and layer.context.tp.size == 1:
+        return "add" if layer.sum.norm is None else "add_norm"
+    return "linear"

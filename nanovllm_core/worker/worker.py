@@ -101,11 +101,13 @@ class Worker:
         """All of a start for which the device has to be open."""
         parallel = self.parallel
         wait_for_library = wake_library(device, self._stream, getattr(torch, self.setup.dtype))
-        with _memory_for(device, *_MODEL_AND_REMEDY):
-            kernels: KernelSet = make_plugin(self.setup.kernels, device)
-            model = load_model(self.setup, kernels, parallel.tensor_parallel)
+        try:
+            with _memory_for(device, *_MODEL_AND_REMEDY):
+                kernels: KernelSet = make_plugin(self.setup.kernels, device)
+                model = load_model(self.setup, kernels, parallel.tensor_parallel)
+        finally:
             wait_for_library()
-            laps.end("model")
+        laps.end("model")
         setup = self._with_bounded_length(model.shape, memory)
         with _memory_for(device, *_steps_and_remedy(setup)):
             attention = PagedAttention(setup, kernels, model)

@@ -206,10 +206,11 @@ def test_a_progress_bar_is_shown_in_a_notebook_too(
     monkeypatch.setattr("rich.console._is_jupyter", lambda: notebook)
     monkeypatch.setattr(rich.progress.Progress, "start", lambda bar: shown.append(not bar.disable))
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
-    for wanted in (True, False):
-        with counting(2, wanted) as advance:
-            advance()
-    assert shown == []
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "rich.progress", None)
+        for wanted in (True, False):
+            with counting(2, wanted) as advance:
+                advance()
     monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
     for wanted in (True, False):
         with counting(2, wanted) as advance:

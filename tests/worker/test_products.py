@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from nanovllm_core.kernels import TorchKernels
@@ -14,10 +14,13 @@ from nanovllm_core.layers import (
     LayerContext,
     MergedColumnParallelLinear,
     ParallelLMHead,
+    QKVParallelLinear,
+    RMSNorm,
     RowParallelLinear,
     SingleRank,
     VocabParallelEmbedding,
 )
+from nanovllm_core.worker import products
 from nanovllm_core.worker.graphs import StepKey
 from nanovllm_core.worker.products import captured_products, wake_library
 
@@ -37,12 +40,13 @@ def found(*layers: torch.nn.Module) -> list[tuple[str, tuple[int, ...], tuple[in
 
 
 def test_each_kind_and_shape_of_a_model_is_a_product_once() -> None:
-    """The head has a row for each entry, other layers have one for each token as well.
+    """The head has a row for each entry, q, k, v one for each token, other layers either.
 
-    What has a bias goes another way, and a tied head has its embedding's weight.
+    What has a bias goes another way, unless it is added, and a tied head has its embedding's
+    weight.
     """
     one = context()
-    entries, tokens = (1, 16, 96), (1, 16, 96, 136)
+    entries, tokens, both = (1, 16, 96), (1, 96, 136), (1, 16, 96, 136)
     embedding = VocabParallelEmbedding(one, 1000, 32)
     layers = [
         layer
@@ -54,12 +58,18 @@ def test_each_kind_and_shape_of_a_model_is_a_product_once() -> None:
         )
     ]
     head = ParallelLMHead(one, 1000, 32, tied_to=embedding)
-    biased = ColumnParallelLinear(one, 32, 56, bias=True)
-    assert found(embedding, *layers, head, biased) == [
+    biased = ColumnParallelLinear(one, 32, 56, bias=True), RowParallelLinear(one, 56, 32, bias=True)
+    announced = RowParallelLinear(one, 64, 32)
+    announced.sum.norm = RMSNorm(one, 32, 1e-6)
+    qkv = QKVParallelLinear(one, 32, 4, 2, 8)
+    assert found(embedding, *layers, head, *biased, announced, qkv) == [
         ("linear", (1000, 32), entries),
-        ("linear", (48, 32), tokens),
-        ("add", (32, 48), tokens),
-        ("gate_up", (128, 32), tokens),
+        ("linear", (48, 32), both),
+        ("add", (32, 48), both),
+        ("gate_up", (128, 32), both),
+        ("add", (32, 56), both),
+        ("add_norm", (32, 64), both),
+        ("linear", (64, 32), tokens),
     ]
 
 
@@ -68,7 +78,6 @@ def test_what_ranks_sum_is_no_product_that_adds() -> None:
     assert [kind for kind, *_ in found(RowParallelLinear(context(2), 48, 32))] == ["linear"]
 
 
-def test_a_cpu_has_no_library_to_wake() -> None:
-    before = threading.active_count()
+def test_a_cpu_has_no_library_to_wake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "Thread", None)
     wake_library(torch.device("cpu"), None, torch.float32)()
-    assert threading.active_count() == before

@@ -40,8 +40,8 @@ serve(int(sys.argv[2]))
 IMPORT_SECONDS = 60
 COMPILE_SECONDS = 300
 """Bounds; a kernel of ours takes 5 at most."""
-IDLE_SECONDS = 60
-"""A process that was started early ends where no job has come by then."""
+IDLE_SECONDS = 300
+"""A process that was started early ends if it has no job by then."""
 MOST = 16
 """Processes that compile at once: each takes some 100 MB."""
 NUM_HERE = 4
@@ -49,7 +49,7 @@ NUM_HERE = 4
 more at once Python's lock has no room."""
 
 _waiting: list[Compilers] = []
-"""What `wake` has started, until somebody takes it."""
+"""The process that `wake` has started, until it is taken or discarded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,23 +97,29 @@ def count_processes() -> int:
 def wake() -> None:
     """Start the process early where every kernel will be missing: where Triton's cache is empty.
 
-    `KernelSetSpec.wake` calls it beside the engine's own import of torch.
+    A start calls it beside its own import of torch (`KernelSetSpec.wake`).
     """
     cache = Path(knobs.cache.dir)
     is_empty = not (cache.is_dir() and any(cache.iterdir()))
-    if is_empty and count_processes() > 0:
+    if is_empty and count_processes() > 0 and not any(one.is_running for one in _waiting):
         with suppress(OSError):  # `take` will raise it again
             _waiting.append(Compilers())
 
 
 def take() -> Compilers:
-    """The process that was started early and still runs, or a new one; OSError as of these."""
-    while _waiting:
-        compilers = _waiting.pop()
-        if compilers.is_running:
-            return compilers
-        compilers.close()
+    """The process that was started early, if it still runs; else a new one, or its OSError."""
+    with suppress(IndexError):
+        while not (compilers := _waiting.pop()).is_running:
+            compilers.close()
+        return compilers
     return Compilers()
+
+
+def discard() -> None:
+    """End a process that was started early and that no start has taken."""
+    with suppress(IndexError):
+        while True:
+            _waiting.pop().close()
 
 
 class Compilers:
@@ -133,6 +139,7 @@ class Compilers:
                 [sys.executable, "-c", PROGRAM, name, str(theirs.fileno()), *sys.path],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # a kernel that fails is compiled again, and says why
                 env=os.environ | {"TRITON_CACHE_DIR": knobs.cache.dir, "PYTHONWARNINGS": "ignore"},
                 process_group=0,  # Ctrl-C in a terminal does not reach it
@@ -161,15 +168,18 @@ class Compilers:
                 return True
         if self._is_closed:
             raise CancelledError
+        if not (self.is_running or self._has_warned):
+            self._has_warned = True
+            logger.warning("%s has ended: threads compile the kernels, which takes longer", self)
         return False
 
     def _has_started(self) -> bool:
         """Wait until it has imported everything; False where it has ended."""
-        has_started = bool(self._requests.recv(1, socket.MSG_PEEK))  # stays there, for all threads
-        if not (has_started or self._is_closed or self._has_warned):
-            self._has_warned = True
-            logger.warning("%s has ended: threads compile the kernels, which takes longer", self)
-        return has_started
+        if self._requests.recv(1, socket.MSG_PEEK):  # stays there, for all threads
+            return True
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(1)
+        return False
 
     def _ask(self, job: CompileJob) -> bool:
         module = job.source.fn.fn.__module__.encode()
@@ -194,9 +204,10 @@ class Compilers:
 
 
 def serve(descriptor: int) -> None:
-    """Fork a process for each job, until the socket's other end is closed, or none comes at all.
+    """Fork a process for each job, until the socket's other end is closed.
 
     They share what is imported here, and run when the process that waits for them has no work.
+    Without a job within IDLE_SECONDS it ends, too.
     """
     hashing = Thread(target=triton_key)  # reads many files, once for all
     hashing.start()

@@ -95,7 +95,12 @@ class TritonKernels(
 
     def load_products(self, products: Iterable[Product]) -> None:
         """See `LoadingKernels`: cuBLAS loads a kernel by computing with it."""
-        choices = {"linear": (choose,), "gate_up": (choose_gated,), "add": (choose, choose_parts)}
+        choices = {
+            "linear": (choose,),
+            "add": (choose,),
+            "add_norm": (choose, choose_parts),
+            "gate_up": (choose_gated,),
+        }
         for product in products:
             weight_XE = product.weight
             outputs, inputs = weight_XE.shape
@@ -104,7 +109,7 @@ class TritonKernels(
                 if any(choice(*asked) is not None for choice in choices[product.kind]):
                     continue
                 x_TE = weight_XE.new_empty((num_rows, inputs))
-                if product.kind == "add":
+                if product.kind.startswith("add"):
                     x_TE.new_empty((num_rows, outputs)).addmm_(x_TE, weight_XE.t())
                 else:
                     linear(x_TE, weight_XE)

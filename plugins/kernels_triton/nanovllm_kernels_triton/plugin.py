@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
-from nanovllm_core.api import KernelSetSpec, hookimpl
+from nanovllm_core.api import KernelSetSpec, WorkerInfo, hookimpl
 
 
 @hookimpl
@@ -22,3 +23,10 @@ def nanovllm_kernels() -> Sequence[KernelSetSpec]:
             wake="nanovllm_kernels_triton.compilers:wake",
         )
     ]
+
+
+@hookimpl
+def nanovllm_engine_started(info: WorkerInfo) -> None:
+    """The process that `wake` has started is not left behind where the start had no use for it."""
+    if compilers := sys.modules.get("nanovllm_kernels_triton.compilers"):
+        compilers.discard()

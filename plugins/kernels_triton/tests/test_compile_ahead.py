@@ -209,13 +209,18 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 WOKEN = """
 from triton.compiler import ASTSource
-from nanovllm_kernels_triton import compilers
+from nanovllm_kernels_triton import compilers, plugin
 from nanovllm_kernels_triton.compilers import CompileJob, Compilers, take, wake
 
 compilers.count_processes = lambda: 0
 wake()
 seen["by few processors"] = len(compilers._waiting)
 compilers.count_processes = lambda: 2
+wake()
+[unused] = compilers._waiting
+plugin.nanovllm_engine_started(None)
+seen["left by a start without a use for it"] = len(compilers._waiting) + unused.is_running
+wake()
 wake()
 [woken] = compilers._waiting
 seen["taken is the woken one"] = take() is woken
@@ -324,6 +329,7 @@ def test_the_process_that_compiles_starts_early_where_nothing_is_compiled(tmp_pa
     """Its first user takes it. One that nothing asks ends by itself, and is not taken any more."""
     assert run(tmp_path, WOKEN) == {
         "by few processors": 0,
+        "left by a start without a use for it": 0,
         "taken is the woken one": True,
         "it compiles": True,
         "woken with kernels in the cache": 0,

@@ -21,13 +21,13 @@ class LaunchedError(Exception):
 
 @settings(max_examples=30, deadline=None)
 @given(
-    kind=st.sampled_from(["linear", "add", "gate_up"]),
+    kind=st.sampled_from(["linear", "add", "add_norm", "gate_up"]),
     outputs=st.sampled_from([64, 1024, 4096, 6144]),
     inputs=st.sampled_from([64, 1024, 2048]),
     rows=st.sampled_from([1, 2, 16, 40, 64, 72, 128, 136, 256, 384]),
 )
 def test_products_are_loaded_where_a_step_leaves_them_to_cublas(
-    kind: Literal["linear", "add", "gate_up"], outputs: int, inputs: int, rows: int
+    kind: Literal["linear", "add", "add_norm", "gate_up"], outputs: int, inputs: int, rows: int
 ) -> None:
     """A kernel that no step needs would cost a start 4 ms; one that is missing, its capture."""
     weight = torch.zeros((outputs, inputs), dtype=torch.bfloat16)
@@ -87,5 +87,6 @@ def run(kernels: TritonKernels, kind: str, weight: torch.Tensor, rows: int) -> N
         kernels.norm_gate_up(x, norm, 1e-6, weight)
     else:
         residual = torch.zeros((rows, outputs), dtype=weight.dtype)
-        if kernels.linear_add_norm(x, weight, residual, torch.ones(outputs), 1e-6) is None:
+        norm = torch.ones(outputs)
+        if kind == "add" or kernels.linear_add_norm(x, weight, residual, norm, 1e-6) is None:
             kernels.linear_add(x, weight, residual)
