@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.metadata import EntryPoint, distributions
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -307,14 +307,17 @@ def test_a_start_wakes_beside_its_choices(
 ) -> None:
     """Not where it is to run on a CPU."""
     calls: list[list[str]] = []
+
+    class AtOnce:
+        def __init__(self, target: Callable[..., None], args: list[Any], daemon: bool) -> None:
+            self.start = partial(target, *args)
+
+    monkeypatch.setattr(startup, "Thread", AtOnce)
     monkeypatch.setattr(startup, "find_wakers", lambda _: ["a:wake"])
     monkeypatch.setattr(startup, "wake_gpu", calls.append)
     monkeypatch.setattr(startup, "SEQUENCE", {"first": lambda _: 1 / 0})
     with pytest.raises(ZeroDivisionError):
         startup.start(load_config("demo", overrides={"device": device}))
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.name.startswith("execnet"):
-            thread.join(0.1)
     assert calls == woken_by
 
 

@@ -135,7 +135,7 @@ class LLM(Door):
         streams: dict[str, list[OutputStream]] = {}
         finished: list[RequestOutput] = []
         mailbox.add(requests)
-        with counting(sum(request.params.n for request in requests), use_tqdm) as advance:
+        with progress_bar(sum(request.params.n for request in requests), use_tqdm) as advance:
             while mailbox.unfinished:
                 for delta in mailbox.deltas():
                     name = delta.request_id
@@ -155,7 +155,7 @@ class LLM(Door):
 
 
 @contextmanager
-def counting(total: int, is_wanted: bool) -> Iterator[Callable[[], None]]:
+def progress_bar(total: int, is_wanted: bool) -> Iterator[Callable[[], None]]:
     """Gives a function to call for each output that is finished.
 
     It moves a bar on stderr where somebody watches: on a terminal, or in a notebook.

@@ -11,7 +11,7 @@ from nanovllm_core.layers.matrix import Piece, Pieces, WeightMatrix
 from nanovllm_core.layers.module import Layer
 
 
-class VocabParallel(Layer):
+class _VocabParallel(Layer):
     """Rows [first, first + rows) of a [vocab_size, size] matrix.
 
     All ranks hold as many rows, so that the last one's may end in rows of padding, which are zero.
@@ -28,7 +28,7 @@ class VocabParallel(Layer):
         return self.context.make_matrix(self, rows, Piece(size, 0, size))
 
 
-class VocabParallelEmbedding(VocabParallel):
+class VocabParallelEmbedding(_VocabParallel):
     """Token ids int32 or int64 [T] -> [T, size]. An id belongs to one rank; the others add zero."""
 
     def __init__(self, context: LayerContext, vocab_size: int, size: int) -> None:
@@ -46,7 +46,7 @@ class VocabParallelEmbedding(VocabParallel):
         return tp.all_reduce(out_TE.masked_fill_(elsewhere_T.unsqueeze(-1), 0))
 
 
-class ParallelLMHead(VocabParallel):
+class ParallelLMHead(_VocabParallel):
     """Hidden states [T, size] -> logits [T, vocab_size], of all ids or of this rank's.
 
     With `tied_to`, it shares that embedding's weight, and the checkpoint has none for it.

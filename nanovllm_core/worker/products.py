@@ -18,10 +18,11 @@ from torch import nn
 from nanovllm_core.interfaces.kernels import Product
 from nanovllm_core.layers import (
     MergedColumnParallelLinear,
+    ParallelLMHead,
     QKVParallelLinear,
     RowParallelLinear,
+    VocabParallelEmbedding,
 )
-from nanovllm_core.layers.embedding import VocabParallel
 from nanovllm_core.layers.module import Layer
 from nanovllm_core.worker.graphs import StepKey
 
@@ -64,7 +65,7 @@ def captured_products(module: nn.Module, keys: Collection[StepKey]) -> list[Prod
         if getattr(layer, "bias", None) is not None and not kind.startswith("add"):
             continue
         rows = tokens if isinstance(layer, QKVParallelLinear) else tokens | entries
-        if isinstance(layer, VocabParallel):
+        if isinstance(layer, VocabParallelEmbedding | ParallelLMHead):
             rows = entries
         for weight in (matrix.tensor for matrix in layer.matrices):
             if weight is not None:

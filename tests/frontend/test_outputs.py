@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 
 from nanovllm_core.engine import OutputDelta
 from nanovllm_core.frontend import OutputStream, RequestOutput, Transcript
-from nanovllm_core.frontend.llm import counting
+from nanovllm_core.frontend.llm import progress_bar
 from nanovllm_core.frontend.outputs import _StopStrings
 from nanovllm_core.interfaces.plan import TokenLogprobs
 from nanovllm_core.interfaces.sampling_params import SamplingParams
@@ -209,11 +209,11 @@ def test_a_progress_bar_is_shown_in_a_notebook_too(
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "rich.progress", None)
         for wanted in (True, False):
-            with counting(2, wanted) as advance:
+            with progress_bar(2, wanted) as advance:
                 advance()
     monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
     for wanted in (True, False):
-        with counting(2, wanted) as advance:
+        with progress_bar(2, wanted) as advance:
             advance()
     assert shown == [notebook]
 

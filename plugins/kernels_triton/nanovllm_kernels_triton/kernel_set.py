@@ -102,6 +102,8 @@ class TritonKernels(
             "gate_up": (choose_gated,),
         }
         for product in products:
+            if product.kind not in choices:
+                continue
             weight_XE = product.weight
             outputs, inputs = weight_XE.shape
             for num_rows in product.num_rows:

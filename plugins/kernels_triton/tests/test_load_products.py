@@ -44,6 +44,14 @@ def test_products_are_loaded_where_a_step_leaves_them_to_cublas(
             assert len(loaded) == 1
 
 
+def test_kinds_of_a_newer_core_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = calls_of_cublas(monkeypatch)
+    kind: Any = "of a newer core"
+    weight = torch.zeros((64, 64), dtype=torch.bfloat16)
+    TritonKernels().load_products([Product(kind, weight, (256,)), Product("add", weight, (256,))])
+    assert loaded == [("addmm", (256, 64))]
+
+
 def calls_of_cublas(patch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
     """The products of torch from now on, by operation and shape of x.
 
