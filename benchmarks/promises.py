@@ -1,11 +1,12 @@
-"""The throughputs and starts that this project promises of one GPU, measured on one host.
+"""What this project promises of one GPU, measured on one host.
 
     python benchmarks/promises.py [--parts start qwen3-0.6b ...] [--out FILE]
 
 Each row is of a model's shapes with random weights, and has the least that it may be, or the most
 where it is a time. The limits are for an H200. An eighth of a workload's requests run first, and do
 not count; of the counted runs the best does. Exits with 1 where a promise is not kept. Parts may
-run at once on several GPUs of the host, but for `start`, which wants all of its processors.
+run at once on several GPUs of the host, but for the starts, which want all of its processors.
+`start-files` writes 16.4 GB into a temporary folder.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from nanovllm_bench.workloads import load_format, nano_workload
 from nanovllm_core import LLM
 
 FOLDER = Path(__file__).parent
+PREFILL = FOLDER.parent / "plugins/attention_triton/benchmarks/attention_prefill.py"
 TEMPERATURE = 0.6
 BY_LPT = {"scheduler": "lpt", "limits": {"max_num_batched_tokens": 384}}
 BY_LPT_IN_LARGE_STEPS = {"scheduler": "lpt", "limits": {"max_num_batched_tokens": 4096}}
@@ -89,10 +92,6 @@ PARTS = {
     "qwen3-32b": Part("qwen3-32b", {"1 x 512/512": 60}, runs=1, settings={}),
     "qwen3-32b-lpt": Part("qwen3-32b", {"nano": 3_120}, runs=1, settings=BY_LPT),
 }
-START = "start"
-"""The part that starts an engine in processes of their own."""
-STARTS = {"empty": 12.0, "warm": 5.0}
-"""Seconds at most of a start of Qwen3-0.6B, by the Triton cache that it finds."""
 
 
 def measure(part: Part) -> Iterator[Row]:
@@ -124,29 +123,62 @@ def measure_asking(llm: LLM, part: Part) -> Iterator[Row]:
         yield Row(f"{part.model}, nano, {kind}", "of plain", kinds[kind]["to_plain"], least)
 
 
-def measure_start() -> Iterator[Row]:
-    """Starts by `start.py`: that with an empty cache, and the best with the one it left."""
+def results_of(script: Path, *arguments: str) -> Any:
+    """What another benchmark writes, from a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "starts.json"
-        command = [sys.executable, str(FOLDER / "start.py"), "--attention", "triton"]
-        subprocess.run([*command, "--out", str(file)], check=True, stdout=sys.stderr)
-        starts = json.loads(file.read_text(encoding="utf-8"))["starts"]
-    for cache, most in STARTS.items():
+        file = Path(folder) / "results.json"
+        command = [sys.executable, str(script), *arguments, "--out", str(file)]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        return json.loads(file.read_text(encoding="utf-8"))
+
+
+def measure_start() -> Iterator[Row]:
+    """Starts of Qwen3-0.6B: that with an empty Triton cache, and the best with the one it left."""
+    starts = results_of(FOLDER / "start.py", "--attention", "triton")["starts"]
+    for cache, most in (("empty", 12.0), ("warm", 5.0)):
         best = min(start["ready"] for start in starts if start["triton_cache"] == cache)
         yield Row(f"qwen3-0.6b, start, {cache} cache", "s", best, most, is_time=True)
+
+
+def measure_start_from_files() -> Iterator[Row]:
+    """The best warm start of Qwen3-8B from files that the system holds in memory."""
+    from checkpoints import write_checkpoint
+
+    with tempfile.TemporaryDirectory() as folder:
+        num_bytes = write_checkpoint(FOLDER / "configs" / "qwen3-8b", Path(folder))
+        starts = results_of(FOLDER / "start.py", "--model", folder)["starts"]
+    warm = [start for start in starts if start["triton_cache"] == "warm"]
+    name = "qwen3-8b from safetensors"
+    yield Row(f"{name}, start", "s", min(start["ready"] for start in warm), 9.0, is_time=True)
+    rate = num_bytes / 1e9 / min(start["model"] for start in warm)
+    yield Row(f"{name}, weights", "GB/s", round(rate, 2), 6.0)
+
+
+def measure_prompts() -> Iterator[Row]:
+    """Attention of long prompts alone, by the kernel that is shipped, in blocks of 256 tokens."""
+    rows = results_of(PREFILL, "--shipped")["rows"]
+    best = max(row["tflop_per_s"]["8x8192"] for row in rows if row["block_size"] == 256)
+    yield Row("prompts of 0.6B alone, 8 x 8192", "TFLOP/s", round(best, 1), 560)
+
+
+MEASURES: dict[str, Callable[[], Iterator[Row]]] = {
+    "start": measure_start,
+    "start-files": measure_start_from_files,
+    "prompts": measure_prompts,
+    **{name: partial(measure, part) for name, part in PARTS.items()},
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = [START, *PARTS]
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--parts", nargs="+", choices=MEASURES, default=list(MEASURES))
     parser.add_argument("--out", type=Path, help="write the results here as JSON")
     arguments = parser.parse_args()
     rows: list[Row] = []
     for name in arguments.parts:
-        for row in measure_start() if name == START else measure(PARTS[name]):
+        for row in MEASURES[name]():
             rows.append(row)
             bound = "at most" if row.is_time else "at least"
             kept = "" if row.is_kept else "  MISSED"
