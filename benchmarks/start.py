@@ -6,13 +6,15 @@ Three starts, each in a process of its own: the first with an empty Triton cache
 every kernel, the others with the cache that it left. `import` is until nanovllm_core's classes are
 there, `plan` to `capture` are the parts of `llm.info.start_seconds`, `ready` is all of it since the
 process was asked for, and `token` the first token after that. A model folder without weights gets
-random ones.
+random ones. Where Python may not write what it compiles (`PYTHONDONTWRITEBYTECODE`) and torch came
+uncompiled, each start compiles it: the results say so.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import importlib.util
 import json
 import os
 import pstats
@@ -62,6 +64,12 @@ def in_new_process(triton_cache: str, further: list[str]) -> dict[str, float]:
     return seconds
 
 
+def is_compiled(package: str) -> bool:
+    """Whether its Python files were compiled; else each import compiles them, or the first one."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.cached is not None and Path(spec.cached).is_file()
+
+
 def write_profile(profile: cProfile.Profile, file: Path) -> None:
     with file.open("w", encoding="utf-8") as stream:
         for order in ("cumtime", "tottime"):
@@ -99,11 +107,18 @@ def main() -> None:
             print(" ".join(f"{key} {value}" for key, value in results[-1].items()), flush=True)
         if arguments.profile:
             in_new_process(triton_cache, ["--profiled"])
+    compiled = is_compiled("torch")
+    if not compiled:
+        print("torch's Python files are not compiled, so each of these starts compiled them again")
     if arguments.out:
         from nanovllm_bench.environment import describe_environment
 
-        document = {"model": Path(arguments.model).name, "starts": results}
-        document["environment"] = describe_environment()
+        document = {
+            "model": Path(arguments.model).name,
+            "torch_is_compiled": compiled,
+            "starts": results,
+            "environment": describe_environment(),
+        }
         arguments.out.write_text(json.dumps(document, indent=2) + "\n")
 
 

@@ -22,6 +22,7 @@ from capability_tables import CAPABILITIES, job, shipped
 from contract_tables import METADATA, PLUGINS, POLICY, SCHEDULER
 from mixture_tables import MIXTURES
 from moe_tables import MOE
+from product_tables import PRODUCTS
 from results_tables import (
     ATTENTION,
     PERFORMANCE,
@@ -285,7 +286,7 @@ DOCUMENTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "attention.md": {"gathering": gathering_table},
     "moe.md": MOE,
     "performance.md": {
-        **measured({**PERFORMANCE, **SERVED, **MIXTURES, **WORKLOADS}),
+        **measured({**PERFORMANCE, **SERVED, **MIXTURES, **WORKLOADS, **PRODUCTS}),
         "transformers on a cpu": partial(compare_table, CPU),
         "plots": plots,
         "edges": edge_table,

@@ -155,11 +155,28 @@ def test_the_costs_cited_with_the_peers_are_the_model_plugin_s() -> None:
     assert model_costs(config, torch.bfloat16) == ModelCosts(**PEERS["costs"])
 
 
+def test_the_aim_of_a_layer_has_a_launch_for_each_of_its_products(generator: ModuleType) -> None:
+    """At 16 rows 0.88 of the copy rate: 8.8 µs of weights are 10, and a launch is 1.2."""
+    line = {"model": "8B", "floor": 8.8, "microseconds": {"chosen": 14.0, "cuBLAS": 20.0}}
+    lines = [
+        {**line, "product": product, "rows": rows}
+        for product in ("down + residual", "layer")
+        for rows in (1, 2, 16, 64)
+    ]
+    results = generator.Results({"products": {"products": lines}}, {})
+    found = sys.modules["product_tables"].products_table(results).splitlines()
+    assert [row.split(" | ")[3] for row in found[2:]] == [
+        "14.0 of 11.2 µs, 80 % (20.0)",
+        "14.0 of 14.8 µs, 106 % (20.0)",
+    ]
+
+
 def test_without_results_the_page_says_so(generator: ModuleType, tmp_path: Path) -> None:
     """Only what was derived or cited is left."""
     tables = sys.modules["results_tables"]
     empty = tables.Results.read(tmp_path, BENCHMARKS / "peers.json")
-    makes = tables.PERFORMANCE | sys.modules["workload_tables"].WORKLOADS
+    others = sys.modules["workload_tables"].WORKLOADS, sys.modules["product_tables"].PRODUCTS
+    makes = tables.PERFORMANCE | others[0] | others[1]
     without = {name for name, make in makes.items() if make(empty) == tables.NOTHING}
     assert set(makes) - without == {"peers", "start"}
 
