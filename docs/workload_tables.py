@@ -62,9 +62,12 @@ def start_table(results: Results) -> str:
         for name, seconds in results.peers["start_seconds"].items()
     ]
     ours = []
-    for record in results.named("start_").values():
+    hosts = results.entries("starts_by_host", "hosts")
+    for record in (*results.named("start_").values(), *hosts):
         for cache in ("warm", "empty"):
             starts = [s for s in record["starts"] if s["triton_cache"] == cache]
+            if not starts:
+                continue
             quickest = min(starts, key=lambda start: float(start["ready"]))
             parts = [("import", "plan", "device"), ("model", "attention", "cache")]
             parts.append(("compile", "warm_up", "capture"))
