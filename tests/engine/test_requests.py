@@ -19,6 +19,7 @@ from nanovllm_core.engine.request_factory import derive_seed
 from nanovllm_core.errors import (
     ConfigError,
     EngineClosedError,
+    ExecutorError,
     InconsistentStateError,
     InvalidPromptError,
     InvalidSamplingError,
@@ -103,6 +104,23 @@ def test_a_failed_engine_keeps_its_cause() -> None:
     with pytest.raises(EngineClosedError, match="the engine ended with RuntimeError: a bug"):
         engine.reset_prefix_cache()
     assert engine._failure is cause
+
+
+def test_a_worker_that_ends_while_nothing_runs_ends_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A look at healthy workers changes nothing; the next call after a dead one names its error."""
+    engine = (harness := Harness()).engine
+    engine.check_workers()
+
+    def gone() -> None:
+        raise ExecutorError("rank 1 is gone")
+
+    monkeypatch.setattr(harness.executor, "check", gone)
+    with pytest.raises(ExecutorError, match="rank 1 is gone"):
+        engine.check_workers()
+    with pytest.raises(EngineClosedError, match="ended with ExecutorError: rank 1 is gone"):
+        engine.check_workers()
 
 
 def test_outputs_that_end_a_request_leave_nothing_to_go_on_with() -> None:
