@@ -4,11 +4,12 @@
         --layouts 1 2:nccl 2:symmetric d2 --workloads "nano" "1 x 512/512"
 
 A layout is a number of ranks, with the way of their all-reduces, or `d` and a number of engines.
-Engines share the requests, so d2 gets twice as many, also of fixed lengths. One sequence is greedy,
-others have temperature 0.6. A workload runs once to warm up and then `--runs` times; the best
-counts. Each share is of the floor of a rank's own part
-of the model, without communication, at the rates of one GPU. A layout that fails is recorded with
-its error, and the next one runs.
+Engines share the requests, so d2 gets each of them twice, with other ids of the same number. One
+sequence is greedy, others have temperature 0.6. A workload runs once to warm up and then `--runs`
+times; the best counts. Each share is of the floor of a rank's own part of the model, without
+communication, at the rates of one GPU. `late_steps` has for each rank how many steps its device
+waited for, at most, and how many were launched with one in flight, warm-up runs included. A layout
+that fails is recorded with its error, and the next one runs.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import re
-from collections.abc import Sequence
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -41,14 +46,17 @@ def rates_of_one(device: str, dtype: str) -> Rates:
 
 
 def workload_of(name: str, times: int) -> Workload:
-    """ "nano" or "N x INPUT/OUTPUT", with so many times the requests."""
+    """ "nano" or "N x INPUT/OUTPUT", each request so many times, with ids of its own."""
     if name == "nano":
-        return nano_workload(256 * times)
-    match = re.fullmatch(r"(\d+) x (\d+)/(\d+)", name)
-    if match is None:
-        raise SystemExit(f"workload {name!r}: expected 'nano' or 'N x INPUT/OUTPUT'")
-    num_seqs, input_len, output_len = map(int, match.groups())
-    return fixed_workload(num_seqs * times, input_len, output_len)
+        once = nano_workload()
+    else:
+        match = re.fullmatch(r"(\d+) x (\d+)/(\d+)", name)
+        if match is None:
+            raise SystemExit(f"workload {name!r}: expected 'nano' or 'N x INPUT/OUTPUT'")
+        once = fixed_workload(*map(int, match.groups()))
+    copies = zip(*(once.relabelled(turn).prompts for turn in range(times)), strict=True)
+    prompts = [prompt for one in copies for prompt in one]
+    return Workload(once.name, prompts, [n for n in once.output_lens for _ in range(times)])
 
 
 def settings_of(layout: str) -> tuple[dict[str, Any], int]:
@@ -65,6 +73,29 @@ def floor_seconds(llm: LLM, ranks: int, workload: Workload, engines: int, rates:
     costs = model_costs(llm.config, getattr(torch, llm.info.dtype), ranks)
     lengths = workload.lengths[::engines]
     return generate_floor(costs, lengths, llm.config.limits.max_num_seqs, rates).seconds
+
+
+@contextmanager
+def keeping_errors() -> Iterator[IO[str]]:
+    """What this process and those that it starts write to stderr, in a file; then shown there."""
+    sys.stderr.flush()
+    shown = os.dup(2)
+    with tempfile.TemporaryFile("w+", errors="replace") as kept:
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield kept
+        finally:
+            os.dup2(shown, 2)
+            os.close(shown)
+            kept.seek(0)
+            sys.stderr.write(kept.read())
+
+
+def late_steps(errors: IO[str]) -> list[list[int]]:
+    """What each rank says of its steps as it ends."""
+    errors.seek(0)
+    found = re.findall(r"idle before (\d+) of (\d+) overlapped steps", errors.read())
+    return [[int(late), int(overlapped)] for late, overlapped in found]
 
 
 def measure(layout: str, arguments: argparse.Namespace, rates: Rates) -> dict[str, Any]:
@@ -147,7 +178,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     for layout in arguments.layouts:
         try:
-            layouts[layout] = measure(layout, arguments, rates)
+            with keeping_errors() as errors:
+                layouts[layout] = measure(layout, arguments, rates)
+                layouts[layout]["late_steps"] = late_steps(errors)
         except NanoVLLMError as error:
             layouts[layout] = {"error": f"{type(error).__name__}: {error}"}
             print(f"{layout}: {layouts[layout]['error']}", flush=True)

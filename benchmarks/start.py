@@ -43,6 +43,7 @@ def start(arguments: argparse.Namespace) -> dict[str, float]:
         device=arguments.device,
         attention=arguments.attention,
         limits={"max_model_len": arguments.max_model_len},
+        tensor_parallel_size=arguments.tensor_parallel_size,
     ) as llm:
         ready = time.time()
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
@@ -84,6 +85,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write the results here as JSON")
     parser.add_argument("--profile", type=Path, help="profile one more warm start into this file")
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)

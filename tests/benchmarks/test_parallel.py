@@ -29,10 +29,13 @@ def test_a_layout_names_ranks_or_engines() -> None:
     assert (settings["tensor_parallel_size"], engines) == (4, 1)
 
 
-def test_engines_that_share_requests_get_more_of_them() -> None:
-    """As many times as there are engines; a name of no workload is refused."""
+def test_engines_that_share_requests_get_each_as_often_as_there_are_engines() -> None:
+    """Each engine's share has the lengths of the whole, and no prompt is another's."""
     workload_of = runpy.run_path(str(SCRIPT))["workload_of"]
-    assert len(workload_of("nano", 2).prompts) == 512
+    once, twice = workload_of("nano", 1), workload_of("nano", 2)
+    assert once.lengths == twice.share(2).lengths
+    assert twice.num_output_tokens == 2 * once.num_output_tokens
+    assert len({tuple(prompt) for prompt in twice.prompts}) == 512
     assert workload_of("3 x 16/8", 2).lengths == [(16, 8)] * 6
     with pytest.raises(SystemExit, match="expected 'nano' or 'N x INPUT/OUTPUT'"):
         workload_of("3 by 16", 1)
@@ -73,3 +76,6 @@ def test_a_model_is_measured_on_each_layout(tmp_path: Path) -> None:
         row = layout["workloads"]["2 x 8/4"]
         assert row["tokens_per_second"] > 0
         assert 0 < row["share_of_floor"] < 1.5
+    assert layouts["1"]["late_steps"] == []
+    assert all(late <= steps > 0 for late, steps in layouts["2"]["late_steps"])
+    assert len(layouts["2"]["late_steps"]) == 2
