@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -81,6 +82,8 @@ class FailingForCausalLM(Qwen3ForCausalLM):
             time.sleep(60)
         elif how == "sleep":
             time.sleep(0.8)
+        elif how == "linger":
+            time.sleep(1.5 * self.fail["stall"])
         elif how == "few blocks":
             from nanovllm_core.worker import kv_cache
             kv_cache.CPU_CACHE_BYTES = 1 << 19
@@ -105,7 +108,7 @@ class Failing:
     def prepare(self, rank: int, how: str, where: str) -> None:
         config = json.loads((Path(demo.__file__).parent / "checkpoint/config.json").read_text())
         config["architectures"] = ["FailingForCausalLM"]
-        config["fail"] = {"rank": rank, "how": how, "where": where}
+        config["fail"] = {"rank": rank, "how": how, "where": where, "stall": STALL}
         (self.folder / "config.json").write_text(json.dumps(config))
 
     def pids(self) -> dict[int, int]:
@@ -115,8 +118,8 @@ class Failing:
     def seconds_since(self) -> float:
         return time.time() - float((self.folder / "time").read_text())
 
-    def settings(self, device: str = "cpu") -> dict[str, Any]:
-        options = {"stall_seconds": STALL}
+    def settings(self, device: str = "cpu", **bounds: float) -> dict[str, Any]:
+        options = {"stall_seconds": STALL, **bounds}
         # Tests beside this one use the same GPUs.
         cache = {} if device == "cpu" else {"cache": {"num_blocks": 64}}
         executor = {"name": "parallel", "options": options}
@@ -128,6 +131,26 @@ def failing(install: Callable[..., None], tmp_path: Path) -> Failing:
     entries = {"nanovllm.models": {"FailingForCausalLM": "failing_plugin"}}
     install("failing", entries, {"failing_plugin": PLUGIN, "failing": FAILING})
     return Failing(tmp_path)
+
+
+def held() -> set[str]:
+    """What outlives a function: this process's sockets, and shared memory that no process maps."""
+    links = (suppressed_link(fd) for fd in Path("/proc/self/fd").iterdir())
+    mapped = "".join(map(maps_of, Path("/proc").glob("[0-9]*/maps")))
+    shared = {str(file) for file in Path("/dev/shm").iterdir() if str(file) not in mapped}
+    return {link for link in links if link.startswith("socket:")} | shared
+
+
+def suppressed_link(fd: Path) -> str:
+    with suppress(FileNotFoundError):  # the listing's own
+        return os.readlink(fd)
+    return ""
+
+
+def maps_of(file: Path) -> str:
+    with suppress(OSError):  # the process has ended
+        return file.read_text(errors="replace")
+    return ""
 
 
 def is_gone(pid: int) -> bool:
@@ -170,9 +193,10 @@ def test_a_rank_that_fails_ends_the_engine(
 ) -> None:
     """The error names rank, process and cause; all processes are gone when it is raised.
 
-    They leave no file behind, either.
+    They leave no file, no socket and no shared memory behind, either.
     """
     failing.prepare(rank, how, where)
+    before = held()
     temporary = failing.folder / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
@@ -192,6 +216,29 @@ def test_a_rank_that_fails_ends_the_engine(
             llm.generate([PROMPT], SamplingParams(max_tokens=2), use_tqdm=False)
         assert type(later.value).__name__ == "EngineClosedError"
         llm.close()
+    assert held() <= before
+
+
+def test_a_load_may_take_longer_than_a_stall(failing: Failing) -> None:
+    """The bound of a rank that does nothing begins with the first step."""
+    failing.prepare(1, "linger", "load")
+    before = held()
+    with LLM(str(failing.folder), **failing.settings()) as llm:
+        [output] = llm.generate([PROMPT], SamplingParams(max_tokens=2), use_tqdm=False)
+        pids = failing.pids().values()
+    assert len(output.token_ids) == 2
+    assert all(map(is_gone, pids))
+    assert held() <= before
+
+
+@pytest.mark.slow
+def test_a_start_that_does_not_end_is_bounded(failing: Failing) -> None:
+    """By `start_seconds`; the ranks are gone when it is raised."""
+    failing.prepare(1, "hang", "load")
+    bound = r"did not start within start_seconds \(9 s\)"
+    with pytest.raises(ExecutorError, match=rf"^rank [01] \(process \d+\).* {bound}"):
+        LLM(str(failing.folder), **failing.settings(start_seconds=9.0))
+    assert all(map(is_gone, failing.pids().values()))
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
@@ -299,6 +346,24 @@ def test_a_rank_with_another_version_of_a_plugin_is_named(
     failing.prepare(2, "", "")
     monkeypatch.setattr(executor, "spawn", spawn)
     with pytest.raises(PluginLoadError, match=r"^rank [01] .*FailingFor.* 1\.2\.3.*here: 1\.2\.4"):
+        LLM(str(failing.folder), **failing.settings())
+
+
+def test_a_rank_that_lacks_a_plugin_is_named(
+    failing: Failing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is uninstalled between the engine's choice and the start of the ranks."""
+
+    def spawn(*arguments: Any, spawn: Callable[..., None] = executor.spawn) -> None:
+        [info] = failing.folder.glob("*.dist-info")
+        shutil.rmtree(info)
+        for module in ("failing.py", "failing_plugin.py"):
+            (failing.folder / module).unlink()
+        spawn(*arguments)
+
+    failing.prepare(2, "", "")
+    monkeypatch.setattr(executor, "spawn", spawn)
+    with pytest.raises(PluginLoadError, match=r"^rank [01] .*FailingForCausalLM"):
         LLM(str(failing.folder), **failing.settings())
 
 

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("nanovllm_checkpoint_demo", reason="needs the plugin checkpoint_demo")
 
 SCRIPT = """
-import os, signal, sys, threading
+import asyncio, os, signal, sys, threading
 from nanovllm_core import LLM, SamplingParams
 from nanovllm_executor_parallel import executor
 
@@ -27,8 +27,18 @@ if sys.argv[1] == "starting":
         print(*(one.pid for one in ranks), flush=True)
         os.killpg(0, signal.SIGINT)
     executor.spawn = spawn
-llm = LLM("demo", executor="parallel", tensor_parallel_size=2, device="cpu", attention="sdpa",
-          max_num_seqs=4)
+def start():
+    return LLM("demo", executor="parallel", tensor_parallel_size=2, device="cpu",
+               attention="sdpa", max_num_seqs=4)
+async def cell():
+    with start() as llm:
+        print(*(one.pid for one in llm.engine._executor._ranks), flush=True)
+        [output] = llm.generate(["What is 27 + 15?"], use_tqdm=False)
+        print(output.finish_reason, flush=True)
+if sys.argv[1] == "notebook":
+    asyncio.run(cell())
+    sys.exit()
+llm = start()
 print(*(one.pid for one in llm.engine._executor._ranks), flush=True)
 if sys.argv[1] == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
@@ -116,6 +126,14 @@ def test_the_ranks_leave_signals_to_the_program() -> None:
     """Ctrl-C interrupts the call, the engine goes on, and its ranks end with the program."""
     code, [pids, interrupted, reason] = run("interrupted")
     assert (code, interrupted, reason) == (0, "interrupted", "stop")
+    assert_end([int(pid) for pid in pids.split()], 1.0)
+
+
+@pytest.mark.slow
+def test_ranks_serve_a_program_without_a_file_in_which_an_event_loop_runs() -> None:
+    """As a notebook's cells do."""
+    code, [pids, reason] = run("notebook")
+    assert (code, reason) == (0, "stop")
     assert_end([int(pid) for pid in pids.split()], 1.0)
 
 

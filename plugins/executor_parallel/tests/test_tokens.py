@@ -127,6 +127,7 @@ def test_the_demo_model_says_the_same_on_gpus(
 
 MODELS = {
     "Llama, 2 ranks": ("llama", "LlamaForCausalLM", 2, {}),
+    "Llama, 4 ranks": ("llama", "LlamaForCausalLM", 4, {}),
     "Llama, one KV head": ("llama", "LlamaForCausalLM", 2, {"num_key_value_heads": 1}),
     "Llama with biases, tied": (
         "llama",
@@ -135,6 +136,7 @@ MODELS = {
         {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     ),
     "Qwen2, 2 ranks": ("qwen2", "Qwen2ForCausalLM", 2, {}),
+    "Qwen2, 4 ranks": ("qwen2", "Qwen2ForCausalLM", 4, {}),
     "Qwen2, 3 ranks": (
         "qwen2",
         "Qwen2ForCausalLM",
@@ -150,7 +152,10 @@ IN_FULL = {"Llama, 2 ranks", "Llama, one KV head", "Qwen2, 2 ranks"}
 )
 @pytest.mark.slow
 def test_other_architectures_say_the_same(case: str, tmp_path: Path) -> None:
-    """Of 131 ids two ranks have 66 and 65, three 44, 44 and 43; Qwen2 has biases of q, k and v."""
+    """Of 131 ids two ranks have 66 and 65, three 44, 44 and 43; Qwen2 has biases of q, k and v.
+
+    Four ranks have a KV head of the two between two of them.
+    """
     name, architecture, num_ranks, changes = MODELS[case]
     pytest.importorskip(f"nanovllm_example_model_{name}", reason="needs that example")
     settings = {**LLAMA_LIKE, "num_hidden_layers": 2, **changes}
