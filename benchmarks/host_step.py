@@ -69,9 +69,16 @@ class InstantGraphs:
 
 @contextmanager
 def decoding_engine(
-    batch: int, block_size: int = 256, stagger: bool = False, prefix_caching: bool = True
+    batch: int,
+    block_size: int = 256,
+    stagger: bool = False,
+    prefix_caching: bool = True,
+    **asked: Any,
 ) -> Iterator[Engine]:
-    """An engine whose `batch` requests all decode; `stagger` spreads them over their blocks."""
+    """An engine whose `batch` requests all decode; `stagger` spreads them over their blocks.
+
+    Each asks for `asked`, as `SamplingParams` name it.
+    """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL))
         limits = {"max_num_seqs": MAX_ROWS, "max_model_len": 4096}
@@ -84,15 +91,17 @@ def decoding_engine(
             runner = cast(Any, llm.engine._executor)._worker._runner
             runner._graphs = cast(StepGraphs, InstantGraphs(runner.sampling.results))
             for row in range(batch):
-                add_request(engine, str(row), 8 + (row % block_size if stagger else 0))
+                length = 8 + (row % block_size if stagger else 0)
+                add_request(engine, str(row), length, **asked)
             for _ in range(8):
                 engine.step()
             yield engine
 
 
-def add_request(engine: Engine, request_id: str, length: int) -> None:
+def add_request(engine: Engine, request_id: str, length: int, **asked: Any) -> None:
     """A request that goes on until it is aborted."""
-    engine.add_request(request_id, [1] * length, SamplingParams(ignore_eos=True, max_tokens=None))
+    params = SamplingParams(ignore_eos=True, max_tokens=None, **asked)
+    engine.add_request(request_id, [1] * length, params)
 
 
 def step_microseconds(step: Callable[[], object], steps: int) -> list[float]:

@@ -5,12 +5,17 @@ Engine and worker are the real ones; a stand-in for the captured graph answers a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from benchmarks.host_step import MAX_ROWS, calls_per_step, decoding_engine, step_without_one
 from nanovllm_core.engine import Engine
+from nanovllm_core.worker import step_sampler
+from nanovllm_core.worker.sampler import TailSampler
 
 pytest.importorskip("nanovllm_model_qwen3", reason="needs the plugin model_qwen3")
 pytest.importorskip("nanovllm_attention_sdpa", reason="needs the plugin attention_sdpa")
@@ -30,6 +35,51 @@ def test_a_steady_step_makes_less_than_100_calls_at_any_batch() -> None:
             calls[batch] = sum(calls_per_step(engine.step, 100))
     assert calls[MAX_ROWS] < 100
     assert calls[MAX_ROWS] <= 1.1 * calls[1]
+
+
+class InstantTail:
+    """Stands for the captured tail of a kernel set."""
+
+    def __init__(self, num_entries: int) -> None:
+        self.logprobs = torch.zeros(num_entries, 64)
+
+    def sample(self, *arguments: Tensor) -> None:
+        """Only prompts run it here, as eager steps."""
+        arguments[4].fill_(7)
+
+    def captured_tensors(self) -> Mapping[str, Tensor]:
+        return {}
+
+
+@pytest.fixture
+def captured_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tail is captured, as on CUDA."""
+
+    def make(_kernels: Any, _sampler: Any, tables: Any, vocab_size: int, entries: int) -> Any:
+        tail: Any = InstantTail(entries)
+        return TailSampler(tail, len(tables.computed), vocab_size)
+
+    monkeypatch.setattr(step_sampler, "make_captured_sampler", make)
+
+
+@pytest.mark.usefixtures("captured_tail")
+@pytest.mark.parametrize("batch", [1, MAX_ROWS])
+def test_the_host_s_work_does_not_depend_on_who_asks(batch: int) -> None:
+    """Not by a call; log-probabilities have an object for each row that asked."""
+    asking = (
+        {},
+        {"top_k": 20, "top_p": 0.95, "min_p": 0.1},
+        {"repetition_penalty": 1.1, "presence_penalty": 0.5},
+        {"logit_bias": {3: 1.0}, "min_tokens": 500, "stop_token_ids": [4]},
+        {"logprobs": 2},
+    )
+    calls = []
+    for asked in asking:
+        with decoding_engine(batch, **asked) as engine:
+            calls.append(sum(calls_per_step(engine.step, 50)))
+    plain, *cut, reported = calls
+    assert cut == [plain] * 3
+    assert plain + batch <= reported < plain + 60 + 8 * batch
 
 
 def test_a_step_with_sixteen_new_blocks_makes_less_than_300_python_calls() -> None:
