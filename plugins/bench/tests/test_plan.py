@@ -204,6 +204,31 @@ def test_the_blocks_of_recorded_starts_on_an_h200_are_planned_within_3_percent(
     assert memory.num_blocks == pytest.approx(record["num_blocks"], rel=0.03)
 
 
+def recorded_layouts() -> list[Any]:
+    """Of files of `benchmarks/parallel.py`: model, ranks, limits, and the blocks of a rank."""
+    cases = []
+    for file in sorted(RESULTS.glob("parallel_qwen3_*b_[24d]*.json")):
+        record = json.loads(file.read_text())
+        limits = json.loads(record["settings"]).get("limits", {})
+        limits = {"max_model_len": record["max_model_len"], **limits}
+        size = record["model"].rpartition("qwen3-")[2]
+        for layout, started in record["layouts"].items():
+            ranks = 1 if layout.startswith("d") else int(layout.partition(":")[0])
+            case = size, ranks, limits, started["num_blocks"]
+            cases.append(pytest.param(*case, id=f"{file.stem} {layout}"))
+    return cases
+
+
+@pytest.mark.parametrize(("size", "ranks", "limits", "num_blocks"), recorded_layouts())
+def test_the_blocks_of_recorded_ranks_on_h200s_are_planned_within_3_percent(
+    size: str, ranks: int, limits: dict[str, int], num_blocks: int
+) -> None:
+    """All of them ran with `triton`, whose blocks have 256 tokens."""
+    config = qwen3(size, limits=limits, cache={"block_size": 256})
+    memory = rank_of(config, H200, ranks).memory(H200)
+    assert memory.num_blocks == pytest.approx(num_blocks, rel=0.03)
+
+
 def test_the_weights_of_8b_are_those_of_the_checkpoint() -> None:
     """8.19 billion parameters (the model card's 8.2B) of two bytes."""
     assert rank_of(qwen3("8b"), H200, 1).weights == 2 * 8_190_735_360

@@ -63,6 +63,7 @@ MODELS = {  # hidden size, inputs of o_proj, outputs of qkv, intermediate size
     "14B": (5120, 5120, 7168, 17408),
     "32B": (5120, 8192, 10240, 25600),
     "Llama-8B": (4096, 4096, 6144, 14336),
+    "Qwen2.5-32B": (5120, 5120, 7168, 27648),
     "32B/2": (5120, 4096, 5120, 12800),  # of one of two ranks
     "32B/4": (5120, 2048, 2560, 6400),
 }
