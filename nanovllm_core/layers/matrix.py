@@ -87,7 +87,12 @@ class WeightMatrix(ABC):
 
     def __init__(self, layer: Layer, outputs: Pieces, inputs: Piece) -> None:
         """`outputs` and `inputs` say which part of the checkpoint's W this rank holds."""
-        self.kernels = layer.context.kernels
+        kernels = self.kernels = layer.context.kernels
+        # Asked once: to look for a protocol's operations takes longer than a small product.
+        self._norming = kernels if isinstance(kernels, NormingKernels) else None
+        self._routing = kernels if isinstance(kernels, RoutingKernels) else None
+        self._mixture = kernels if isinstance(kernels, MixtureKernels) else None
+        self._gated = kernels if isinstance(kernels, GatedKernels) else None
         layer.matrices.append(self)
 
     def finalize(self) -> None:  # noqa: B027 - most formats store what was loaded
@@ -137,10 +142,11 @@ class WeightMatrix(ABC):
         bias_E: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | None:
         """As `NormingKernels.linear_add_norm`. None: layers call `linear_add`, then a norm."""
-        kernels, weight = self.kernels, self.tensor
-        if weight is None or not isinstance(kernels, NormingKernels):
+        if self.tensor is None or self._norming is None:
             return None
-        return kernels.linear_add_norm(x_TF, weight, residual_TE, norm_weight_E, eps, bias_E)
+        return self._norming.linear_add_norm(
+            x_TF, self.tensor, residual_TE, norm_weight_E, eps, bias_E
+        )
 
     def norm_route(
         self,
@@ -151,10 +157,9 @@ class WeightMatrix(ABC):
         bias_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """As `RoutingKernels.norm_route`, of a router's W. None: the router calls the others."""
-        kernels, weight = self.kernels, self.tensor
-        if weight is None or not isinstance(kernels, RoutingKernels):
+        if self.tensor is None or self._routing is None:
             return None
-        return kernels.norm_route(x_TE, norm_weight_E, eps, weight, routing, bias_N)
+        return self._routing.norm_route(x_TE, norm_weight_E, eps, self.tensor, routing, bias_N)
 
     def norm_experts(
         self,
@@ -168,12 +173,11 @@ class WeightMatrix(ABC):
         residual_TE: Tensor | None = None,
     ) -> Tensor | None:
         """As `MixtureKernels.norm_experts`, of a router's W. None: layers call the others."""
-        kernels, weight = self.kernels, self.tensor
-        if weight is None or not isinstance(kernels, MixtureKernels):
+        if self.tensor is None or self._mixture is None:
             return None
         stacks = gate_up_N2FE, down_NEF
-        return kernels.norm_experts(
-            x_TE, norm_weight_E, eps, weight, routing, bias_N, *stacks, residual_TE
+        return self._mixture.norm_experts(
+            x_TE, norm_weight_E, eps, self.tensor, routing, bias_N, *stacks, residual_TE
         )
 
 
@@ -207,9 +211,9 @@ class PlainMatrix(WeightMatrix):
         return self.kernels.norm_gate_up(x_TE, norm_weight_E, eps, self.tensor, bias_2F)
 
     def gate_up(self, x_TE: Tensor, bias_2F: Tensor | None = None) -> Tensor:
-        if not isinstance(self.kernels, GatedKernels):
+        if self._gated is None:
             return super().gate_up(x_TE, bias_2F)
-        return self.kernels.gate_up(x_TE, self.tensor, bias_2F)
+        return self._gated.gate_up(x_TE, self.tensor, bias_2F)
 
     def linear_add(self, x_TF: Tensor, residual_TE: Tensor, bias_E: Tensor | None = None) -> Tensor:
         return self.kernels.linear_add(x_TF, self.tensor, residual_TE, bias_E)

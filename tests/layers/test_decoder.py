@@ -14,7 +14,12 @@ import transformers
 from transformers.activations import ACT2FN
 
 from nanovllm_core import api, layers
-from nanovllm_core.api import ArchitectureError, ModelShape, PluginLoadError
+from nanovllm_core.api import (
+    ArchitectureError,
+    ModelShape,
+    NormingKernels,
+    PluginLoadError,
+)
 from nanovllm_core.layers import (
     DecoderConfig,
     DecoderForCausalLM,
@@ -24,7 +29,7 @@ from nanovllm_core.layers import (
     true_or_false,
 )
 from nanovllm_kit.model_weights import assert_same_logits
-from nanovllm_kit.reference_model import ReferenceCheckpoint, load_model, run_model
+from nanovllm_kit.reference_model import ReferenceCheckpoint, build_model, load_model, run_model
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 131,
@@ -204,6 +209,29 @@ def test_the_decoder_is_that_of_transformers(name: str, tmp_path: Path) -> None:
     ids = torch.arange(24) * 7 % CONFIG["vocab_size"]
     logits = run_model(load_model(Model, tmp_path, reference.config), ids)
     assert_same_logits(logits, reference.logits(ids))
+
+
+def test_a_pass_asks_no_kernel_set_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers asked as they were made: a protocol's check takes longer than a small product."""
+
+    class Model(DecoderForCausalLM):
+        @classmethod
+        def read_config(cls, config: Mapping[str, Any]) -> DecoderConfig:
+            return DecoderConfig.from_config(config)
+
+    def ask(protocol: type, instance: object) -> bool:
+        asked.append(protocol)
+        return check(protocol, instance)
+
+    asked: list[type] = []
+    protocols = type(NormingKernels)
+    check = protocols.__instancecheck__
+    monkeypatch.setattr(protocols, "__instancecheck__", ask)
+    model = build_model(Model, CONFIG, dtype=torch.float32)
+    assert NormingKernels in asked
+    asked.clear()
+    run_model(model, torch.arange(5))
+    assert not asked
 
 
 def test_a_model_that_does_not_read_its_settings_is_told_to() -> None:
