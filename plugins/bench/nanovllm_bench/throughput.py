@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from nanovllm_bench.apart import run_aside
 from nanovllm_bench.device import GpuUtilisation, gib, peak_memory_bytes
 from nanovllm_bench.rates import measure_rates, model_costs
 from nanovllm_bench.record import describe_engine
@@ -45,7 +46,7 @@ class Gauge:
     def of(cls, llm: Door) -> Gauge:
         """Of the device that `llm` runs on, or one of several."""
         device, dtype = device_of(llm), getattr(torch, llm.info.dtype)
-        costs = model_costs(llm.config, dtype, llm.config.tensor_parallel_size)
+        costs = run_aside(model_costs, llm.config, dtype, llm.config.tensor_parallel_size)
         return cls(device, dtype, costs, llm.config.data_parallel_size, computes_here(llm.config))
 
     @cached_property

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -21,3 +24,23 @@ def test_what_runs_apart_returns_from_another_process() -> None:
 def test_an_error_of_another_process_keeps_its_type_and_text() -> None:
     with pytest.raises(ConfigError, match="no 'roof' here"):
         run_apart(refuse, "roof")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads by /proc")
+def test_work_aside_leaves_no_threads_of_openmp() -> None:
+    """Work in this thread leaves them, where torch may use two."""
+    program = """
+import os, time, torch
+from nanovllm_bench.apart import run_aside
+torch.set_num_threads(2)
+x = torch.ones(600_000)
+before = len(os.listdir("/proc/self/task"))
+assert run_aside(torch.cos, x).shape == x.shape
+until = time.monotonic() + 10
+while len(os.listdir("/proc/self/task")) > before:
+    assert time.monotonic() < until
+    time.sleep(0.01)
+torch.cos(x)
+assert len(os.listdir("/proc/self/task")) > before
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
