@@ -134,14 +134,19 @@ def failing(install: Callable[..., None], tmp_path: Path) -> Failing:
 
 
 def held() -> set[str]:
-    """What outlives a function: this process's sockets, and shared memory that no process maps."""
-    links = (suppressed_link(fd) for fd in Path("/proc/self/fd").iterdir())
+    """What outlives a function: this process's sockets, and shared memory that no process maps.
+
+    Nothing where there is no /proc to tell.
+    """
+    if not Path("/proc/self/fd").exists():
+        return set()
+    links = map(link_of, Path("/proc/self/fd").iterdir())
     mapped = "".join(map(maps_of, Path("/proc").glob("[0-9]*/maps")))
     shared = {str(file) for file in Path("/dev/shm").iterdir() if str(file) not in mapped}
     return {link for link in links if link.startswith("socket:")} | shared
 
 
-def suppressed_link(fd: Path) -> str:
+def link_of(fd: Path) -> str:
     with suppress(FileNotFoundError):  # the listing's own
         return os.readlink(fd)
     return ""

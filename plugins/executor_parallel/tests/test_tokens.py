@@ -144,12 +144,9 @@ MODELS = {
         {"num_attention_heads": 6, "num_key_value_heads": 3, "tie_word_embeddings": True},
     ),
 }
-IN_FULL = {"Llama, 2 ranks", "Llama, one KV head", "Qwen2, 2 ranks"}
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(one, marks=pytest.mark.slow) if one in IN_FULL else one for one in MODELS]
-)
+@pytest.mark.parametrize("case", MODELS)
 @pytest.mark.slow
 def test_other_architectures_say_the_same(case: str, tmp_path: Path) -> None:
     """Of 131 ids two ranks have 66 and 65, three 44, 44 and 43; Qwen2 has biases of q, k and v.
