@@ -117,6 +117,7 @@ def main() -> None:
 
         document = {
             "model": Path(arguments.model).name,
+            "tensor_parallel_size": arguments.tensor_parallel_size,
             "torch_is_compiled": compiled,
             "starts": results,
             "environment": describe_environment(),

@@ -64,22 +64,24 @@ def start_table(results: Results) -> str:
     ours = []
     hosts = results.entries("starts_by_host", "hosts")
     for record in (*results.named("start_").values(), *hosts):
+        ranks = record.get("tensor_parallel_size", 1)
+        name = f"{record['model']}, {ranks} GPUs" if ranks > 1 else record["model"]
         for cache in ("warm", "empty"):
             starts = [s for s in record["starts"] if s["triton_cache"] == cache]
             if not starts:
                 continue
             quickest = min(starts, key=lambda start: float(start["ready"]))
-            parts = [("import", "plan", "device"), ("model", "attention", "cache")]
+            parts = [("import", "plan", "processes", "device"), ("model", "attention", "cache")]
             parts.append(("compile", "warm_up", "capture"))
             ours.append(
                 (
-                    f"nanovllm, {record['model']}",
+                    f"nanovllm, {name}",
                     cache,
                     f"{quickest['ready']:.1f} s",
                     *(f"{sum(quickest.get(part, 0) for part in group):.1f} s" for group in parts),
                 )
             )
-    head = ("engine", "compile caches", "start to ready", "imports and choices")
+    head = ("engine", "compile caches", "start to ready", "imports, processes, choices")
     return table((*head, "weights, trial step, blocks", "kernels and capture"), [*ours, *peers])
 
 
