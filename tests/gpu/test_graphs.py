@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from importlib import metadata
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -221,22 +220,38 @@ def test_debug_mode_looks_at_the_logits_that_a_graph_left(machine: Callable[...,
         made.executor.submit(plan)
 
 
-def test_a_decode_step_of_one_row_launches_five_kernels_per_layer(
-    machine: Callable[..., Machine],
+BEGIN = ["_prepare_decode_kernel", "plan_kernel", "embed_kernel"]
+END = ["sample_partial_kernel", "tail_partial_kernel", "tail_merge_kernel", "_finish_step_kernel"]
+NORM, ATTENTION, SUMMED = "rms_norm_kernel", "decode_qkv_kernel", "add_norm_kernel"
+VECTOR, FEW, TILE = "vector_linear_kernel", "few_rows_kernel", "tile_linear_kernel"
+KERNELS = {
+    1: ([], [VECTOR, ATTENTION, VECTOR, VECTOR, VECTOR], [NORM, VECTOR]),
+    4: ([], [NORM, FEW, ATTENTION, FEW, NORM, FEW, FEW], [NORM, TILE]),
+    64: (
+        [NORM],
+        [TILE, "prepare_qkv_kernel", "decode_kernel", TILE, SUMMED, TILE, TILE, SUMMED],
+        [TILE],
+    ),
+}
+"""By rows: before the layers, each layer's, and the head's. A norm is in the product behind it, a
+kernel of its own, or sums the parts of the product before it."""
+
+
+@pytest.mark.parametrize("rows", KERNELS)
+def test_a_decode_step_launches_these_kernels_and_no_others(
+    machine: Callable[..., Machine], rows: int
 ) -> None:
-    """Norm and q, k, v; attention with its preparation; projection; norm, gate and up; down."""
-    made = machine(attention="triton", max_num_seqs=8, max_model_len=512)
-    made.prefill(random_prompts(1, 150), computed=150)
-    made.activate(1)
+    """Three before the layers, five to eight for each, and four behind the head."""
+    made = machine(attention="triton", max_num_seqs=64, max_model_len=512)
+    made.prefill(random_prompts(rows, 150), computed=150)
+    made.activate(rows)
     assert made.runner._graphs is not None
-    made.runner._graphs.replay(StepKey.decode(1))
+    made.runner._graphs.replay(StepKey.decode(rows))
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        made.runner._graphs.replay(StepKey.decode(1))
+        made.runner._graphs.replay(StepKey.decode(rows))
         torch.cuda.synchronize()
     events = [event for event in profile.events() if event.device_type.name == "CUDA"]
     names = [event.name for event in sorted(events, key=lambda event: event.time_range.start)]
-    attention = [place for place, name in enumerate(names) if name == "decode_qkv_kernel"]
-    assert len(attention) == 4, names
-    assert {later - place for place, later in pairwise(attention)} == {5}, names
-    assert "prepare_qkv_kernel" not in names
+    before, layer, head = KERNELS[rows]
+    assert names == [*BEGIN, *before, *layer * 4, *head, *END]

@@ -20,11 +20,13 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -36,10 +38,12 @@ from nanovllm_kernels_triton.linear import LinearLauncher
 from nanovllm_kernels_triton.linear_choice import (
     TILE_ROWS,
     WIDE_ROWS,
+    FewRowsPlan,
     LinearPlan,
     TilePlan,
     VectorPlan,
     choose,
+    choose_few_rows,
     choose_gated,
 )
 from nanovllm_kernels_triton.multiprocessors import MULTIPROCESSORS
@@ -76,7 +80,8 @@ WIDE_PLANS = tuple(
 )  # fmt: skip
 POWERS = (1, 2, 4, 8, 16)
 """Rows, and warps, of a vector program."""
-KERNELS, LAUNCHER = TritonKernels(dependent_launch=True), LinearLauncher(dependent_launch=True)
+KERNELS = TritonKernels(dependent_launch=True, few_rows=True)
+LAUNCHER = LinearLauncher(dependent_launch=True)
 
 
 @dataclass(frozen=True)
@@ -233,26 +238,36 @@ def compile_plan(job: tuple[Product, int, LinearPlan]) -> str | None:
     return None
 
 
-def measure(call: Callable[[int], object], calls: int) -> float:
-    """Microseconds per call, captured: the least of three means."""
-    call(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(calls):
-            call(index)
+def measure(runs: Mapping[str, Callable[[int], object]], calls: int) -> dict[str, float]:
+    """Microseconds of a captured call of each: the middle of three means, which take turns.
+
+    Whatever runs first runs at a clock that the power of others has not lowered yet.
+    """
+    graphs = {name: captured(run, calls) for name, run in runs.items()}
+    repeats, means = max(2, 100 // calls), defaultdict[str, list[float]](list)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph.replay()
-    best, repeats = math.inf, max(2, 100 // calls)
-    for _ in range(3):
+    for name, graph in [*graphs.items()] * 3:
         start.record()
         for _ in range(repeats):
             graph.replay()
         end.record()
         end.synchronize()
-        best = min(best, start.elapsed_time(end) * 1e3 / (repeats * calls))
-    graph.reset()
-    return best
+        means[name].append(start.elapsed_time(end) * 1e3 / (repeats * calls))
+    for graph in graphs.values():
+        graph.reset()
+    return {name: median(times) for name, times in means.items()}
+
+
+def captured(run: Callable[[int], object], calls: int) -> torch.cuda.CUDAGraph:
+    """So many calls behind each other, replayed once."""
+    run(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(calls):
+            run(index)
+    graph.replay()
+    return graph
 
 
 def measure_product(case: Case, plans: Sequence[LinearPlan]) -> dict[str, float]:
@@ -261,12 +276,10 @@ def measure_product(case: Case, plans: Sequence[LinearPlan]) -> dict[str, float]
     chosen = _chosen(case.product, case.x.shape[0])
     named: dict[str, LinearPlan | None] = {"cuBLAS": None, "chosen": chosen}
     named |= {short(plan): plan for plan in plans}
-    times = {}
-    for name, plan in named.items():
+    for plan in named.values():
         if plan is not None:
             case.check(plan, reference)
-        times[name] = measure(partial(case.run, plan), calls)
-    return times
+    return measure({name: partial(case.run, plan) for name, plan in named.items()}, calls)
 
 
 def layer(
@@ -320,8 +333,9 @@ def layer_of_the_set(cases: dict[Product, Case]) -> Callable[[int], object]:
 
 
 def _chosen(product: Product, rows: int) -> LinearPlan | None:
-    rule = choose_gated if product.kind == "gated" else choose
-    return rule(rows, product.outputs, product.inputs, DTYPE)
+    gated = product.kind == "gated"
+    asked = rows, product.outputs, product.inputs, DTYPE
+    return choose_few_rows(*asked, gated=gated) or (choose_gated if gated else choose)(*asked)
 
 
 def short(plan: LinearPlan | None) -> str:
@@ -329,6 +343,8 @@ def short(plan: LinearPlan | None) -> str:
         return "cuBLAS"
     if isinstance(plan, VectorPlan):
         return f"vector {plan.block_n} w{plan.num_warps}" + f" rest {plan.rest}" * (plan.rest > 0)
+    if isinstance(plan, FewRowsPlan):
+        return f"few rows w{plan.num_warps} h{plan.held}"
     sizes = f"{plan.block_n}x{plan.block_k} /{plan.splits}"
     return f"tile {sizes} w{plan.num_warps} s{plan.num_stages}"
 
@@ -355,8 +371,7 @@ def measure_model(model: str, all_rows: Sequence[int], with_plans: bool) -> list
         by_cublas: dict[Product, LinearPlan | None] = dict.fromkeys(cases)
         of = {"cuBLAS": layer(cases, by_cublas), "chosen": layer_of_the_set(cases)}
         of |= {"fastest": layer(cases, fastest)} if with_plans else {}
-        times = {name: measure(run, layers) for name, run in of.items()}
-        lines.append(_line(model, rows, "layer", size, times))
+        lines.append(_line(model, rows, "layer", size, measure(of, layers)))
     return lines
 
 

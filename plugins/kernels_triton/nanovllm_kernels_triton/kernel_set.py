@@ -41,12 +41,14 @@ from nanovllm_kernels_triton.elementwise import (
     silu_and_mul_kernel,
 )
 from nanovllm_kernels_triton.experts import choose_norm_experts, run_experts, run_norm_experts
+from nanovllm_kernels_triton.few_rows import has_few_rows_kernel
 from nanovllm_kernels_triton.linear import LinearLauncher
 from nanovllm_kernels_triton.linear_choice import (
     LinearPlan,
-    TilePlan,
+    VectorPlan,
     behind_experts,
     choose,
+    choose_few_rows,
     choose_gated,
     choose_parts,
 )
@@ -61,8 +63,10 @@ _EMBED_BLOCK = 1024
 
 
 def make_kernels(_options: BaseModel, device: torch.device) -> TritonKernels:
-    """The set for a CUDA device, with dependent launch where the device has it."""
-    kernels = TritonKernels(dependent_launch=supports_dependent_launch(device))
+    """The set for a CUDA device, with all that the device and the installed Triton have."""
+    kernels = TritonKernels(
+        dependent_launch=supports_dependent_launch(device), few_rows=has_few_rows_kernel(device)
+    )
     kernels.allocate(device)
     return kernels
 
@@ -74,8 +78,10 @@ class TritonKernels(
 
     name = "triton"
 
-    def __init__(self, *, dependent_launch: bool = False) -> None:
+    def __init__(self, *, dependent_launch: bool = False, few_rows: bool = False) -> None:
+        """`few_rows`: products of some rows by a kernel in Gluon; see `has_few_rows_kernel`."""
         super().__init__()
+        self._has_few_rows = few_rows
         self._linears = LinearLauncher(dependent_launch=dependent_launch)
         self._options = launch_options(dependent_launch)
         self._logits: Tensor | None = None
@@ -160,7 +166,7 @@ class TritonKernels(
         bias_X: Tensor | None = None,
         out_TX: Tensor | None = None,
     ) -> Tensor:
-        plan = choose(x_TE.shape[0], *weight_XE.shape, x_TE.dtype)
+        plan = self._choose(x_TE, weight_XE)
         if plan is None or bias_X is not None:
             return super().linear(x_TE, weight_XE, bias_X, out_TX)
         return self._linears.run(plan, x_TE, weight_XE, out_TN=out_TX)
@@ -173,7 +179,7 @@ class TritonKernels(
         weight_XE: Tensor,
         bias_X: Tensor | None = None,
     ) -> Tensor:
-        plan = choose(x_TE.shape[0], *weight_XE.shape, x_TE.dtype)
+        plan = self._choose(x_TE, weight_XE)
         if len(x_TE) == 1 and weight_XE.data_ptr() in self._announced:
             plan = behind_experts(plan)
         if plan is None or bias_X is not None:
@@ -188,15 +194,15 @@ class TritonKernels(
         weight_2FE: Tensor,
         bias_2F: Tensor | None = None,
     ) -> Tensor:
-        plan = choose_gated(x_TE.shape[0], *weight_2FE.shape, x_TE.dtype)
+        plan = self._choose(x_TE, weight_2FE, gated=True)
         if plan is None or bias_2F is not None:
             normed_TE = self.rms_norm(x_TE, norm_weight_E, eps)
             return self.silu_and_mul(linear(normed_TE, weight_2FE, bias_2F))
         return self._after_norm(plan, x_TE, norm_weight_E, eps, weight_2FE, gated=True)
 
     def gate_up(self, x_TE: Tensor, weight_2FE: Tensor, bias_2F: Tensor | None = None) -> Tensor:
-        plan = choose_gated(x_TE.shape[0], *weight_2FE.shape, x_TE.dtype)
-        if isinstance(plan, TilePlan) and bias_2F is None:
+        plan = self._choose(x_TE, weight_2FE, gated=True)
+        if plan is not None and not isinstance(plan, VectorPlan) and bias_2F is None:
             return self._linears.run(plan, x_TE, weight_2FE, gated=True)
         return self.silu_and_mul(self.linear(x_TE, weight_2FE, bias_2F))
 
@@ -207,7 +213,7 @@ class TritonKernels(
         residual_TE: Tensor,
         bias_E: Tensor | None = None,
     ) -> Tensor:
-        plan = choose(x_TF.shape[0], *weight_EF.shape, x_TF.dtype)
+        plan = self._choose(x_TF, weight_EF)
         if plan is None:
             residual_TE.addmm_(x_TF, weight_EF.t())
         else:
@@ -223,8 +229,10 @@ class TritonKernels(
         eps: float,
         bias_E: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | None:
+        if self._choose_few_rows(x_TF, weight_EF) is not None or bias_E is not None:
+            return None
         plan = choose_parts(x_TF.shape[0], *weight_EF.shape, x_TF.dtype)
-        if plan is None or bias_E is not None:
+        if plan is None:
             return None
         parts_STE = self._linears.run_parts(plan, x_TF, weight_EF)
         num_parts, num_tokens, size = parts_STE.shape
@@ -357,14 +365,29 @@ class TritonKernels(
             out_TE.addmm_(self.silu_and_mul(x_TE @ gate_up_2FE.t()), down_EF.t())
         return out_TE
 
+    def _choose(self, x_TE: Tensor, weight_XE: Tensor, gated: bool = False) -> LinearPlan | None:
+        """The plan of a product; of gate and up, the weight is that of both."""
+        plan = self._choose_few_rows(x_TE, weight_XE, gated)
+        if plan is not None:
+            return plan
+        rule = choose_gated if gated else choose
+        return rule(x_TE.shape[0], *weight_XE.shape, x_TE.dtype)
+
+    def _choose_few_rows(
+        self, x_TE: Tensor, weight_XE: Tensor, gated: bool = False
+    ) -> LinearPlan | None:
+        if not self._has_few_rows:
+            return None
+        return choose_few_rows(x_TE.shape[0], *weight_XE.shape, x_TE.dtype, gated=gated)
+
     def _after_norm(
         self, plan: LinearPlan, x_TE: Tensor, norm_weight_E: Tensor, eps: float,
         weight_XE: Tensor, *, gated: bool,
     ) -> Tensor:  # fmt: skip
         """The product of the normed x: a vector program norms its rows itself."""
-        if isinstance(plan, TilePlan):
-            x_TE = self.rms_norm(x_TE, norm_weight_E, eps)
-            return self._linears.run(plan, x_TE, weight_XE, gated=gated)
-        return self._linears.run(
-            plan, x_TE, weight_XE, norm_weight_K=norm_weight_E, eps=eps, gated=gated
-        )
+        if isinstance(plan, VectorPlan):
+            return self._linears.run(
+                plan, x_TE, weight_XE, norm_weight_K=norm_weight_E, eps=eps, gated=gated
+            )
+        x_TE = self.rms_norm(x_TE, norm_weight_E, eps)
+        return self._linears.run(plan, x_TE, weight_XE, gated=gated)

@@ -3,8 +3,8 @@
 Two kernels, each with an optional residual sum or gated activation behind the product.
 `vector_linear_kernel` holds whole weight rows in registers, and norms its rows itself where asked:
 right for one row or two. `tile_linear_kernel` runs on the tensor cores, with the wider of the tile
-and x as the first operand: right for up to 64 rows. Which is used where is `linear_choice`'s
-decision.
+and x as the first operand: right for up to 64 rows. Between the two is `few_rows_kernel`, in Gluon.
+Which is used where is `linear_choice`'s decision.
 
 Shapes: x [rows, INPUTS], weight [OUTPUTS, INPUTS]; GATED: weight [2·OUTPUTS, INPUTS], the gate's
 rows first. BLOCK_N counts weight rows: a gated program holds as many of the gate as of up.
@@ -25,7 +25,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_core.api import InconsistentStateError
 from nanovllm_core.kernels import cdiv, launch_options, next_power_of_2
-from nanovllm_kernels_triton.linear_choice import LinearPlan, TilePlan, VectorPlan
+from nanovllm_kernels_triton.few_rows import run_few_rows
+from nanovllm_kernels_triton.linear_choice import FewRowsPlan, LinearPlan, TilePlan, VectorPlan
 from nanovllm_kernels_triton.strides import in_units
 
 _MAX_SPLIT_TILES = 1024
@@ -292,9 +293,13 @@ class LinearLauncher:
                 num_warps=plan.num_warps,
                 **kind, **launch_options(self.dependent_launch),
             )  # fmt: skip
+            return out
+        if norm_weight_K is not None:
+            raise ValueError("only a vector plan norms its rows")
+        if isinstance(plan, FewRowsPlan):
+            options = launch_options(self.dependent_launch)
+            run_few_rows(plan, x_TK, weight_NK, out, **kind, **options)
         else:
-            if norm_weight_K is not None:
-                raise ValueError("a tile plan takes rows that are normed already")
             buffers = self._split_buffers(plan, tiles, _block_m(x_TK), out)
             self._launch_tiles(plan, tiles, x_TK, weight_NK, out, outputs, buffers, kind)
         return out

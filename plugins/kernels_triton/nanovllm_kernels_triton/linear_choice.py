@@ -7,6 +7,7 @@ beside cuBLAS; its tables, measured on H200s, are what the numbers below are set
 | rows | dtype | kernel |
 |---|---|---|
 | 1; 2 where the weight is small, or in float32 | any | vector: whole weight rows in registers |
+| 2 .. FEW_ROWS, weights that are not large | float16, bfloat16 | few rows, where it is there |
 | .. TILE_ROWS | float16, bfloat16 | tile: tensor cores, the inputs split where outputs are few |
 | 33 .. TILE_ROWS, for 67 to 95 tiles of too few inputs to split | as above | cuBLAS |
 | .. WIDE_ROWS, gate and up of enough outputs (`choose_gated`) | as above | tile |
@@ -30,6 +31,14 @@ from nanovllm_core.kernels import next_power_of_2
 from nanovllm_kernels_triton.multiprocessors import MULTIPROCESSORS
 
 VECTOR_ROWS = 2
+FEW_ROWS = 4
+"""Most rows of the kernel in Gluon. On an H200 steps of Qwen3-0.6B take 17 % less time so at four
+rows, 15 % at three and 4 % at two; at eight, where more programs of attention are in its way and it
+reads x too often, 4 % more."""
+MAX_FEW_WEIGHTS = {True: 2**26, False: 2**25}
+"""Most weights of that kernel, of gate and up together, and of others. In whole models on an H200
+steps of 2 and 4 rows take 5 to 7 % less time so with 1.7B and 4B, and 3 % with 8B, whose gate and
+up and down are larger; with all of 8B's 1 %, and with 32B's, of 42 to 52 million, 6 % more."""
 TILE_ROWS = 64
 WIDE_ROWS = 128
 """Up to so many, some products are faster where one kernel does what cuBLAS leaves to the next."""
@@ -40,7 +49,7 @@ MAX_TWO_ROW_WEIGHTS = 2**23
 MAX_WEIGHTS = 2**31 - 1
 """OUTPUTS * INPUTS is a constant of 32 bits in the kernels."""
 
-_FEW_ROWS = 32
+_SOME_ROWS = 32
 """Up to so many, a stage takes so little shared memory that twice as many programs are resident."""
 _NARROW_OUTPUTS = {True: 1024, False: 1536}
 """Fewer outputs, with few rows and with more, take tiles of 32. With more, x is the wide side."""
@@ -58,6 +67,11 @@ are rows for two programs on each multiprocessor. With a `rest` there are half t
 would take the registers of loads. On an H200 products of rows of 5,120 to 8,192 take 5 to 8 % less
 time so than in programs of two padded rows, of 17,408 12 % less; those of 9,728 to 14,336 and of
 25,600 do not."""
+_MOST_HELD = 6
+"""Of 16 weight rows and 64 inputs: 96 registers of each thread. With four, steps of 4 rows of
+Qwen3-0.6B, 1.7B and 8B took 3 % more time on an H200."""
+_VECTOR = 8
+"""Numbers of half precision in 16 bytes. Rows that do not begin at them are loaded one by one."""
 _WARP_BYTES = 8192
 """Of weights in the registers of a warp, all in flight at once: 64 registers of each thread."""
 _SHORT_ROW, _SHORT_ROWS = 1024, 4
@@ -107,7 +121,20 @@ class TilePlan:
     num_stages: int
 
 
-LinearPlan = VectorPlan | TilePlan
+@dataclass(frozen=True, slots=True)
+class FewRowsPlan:
+    """`block_n` weight rows per program, whole, a part of the inputs for each warp.
+
+    Of its steps of `block_k` inputs, a warp has `held` on their way at a time.
+    """
+
+    num_warps: int
+    held: int
+    block_n: int = 16
+    block_k: int = 64
+
+
+LinearPlan = VectorPlan | TilePlan | FewRowsPlan
 
 
 @lru_cache(maxsize=1024)
@@ -121,12 +148,27 @@ def choose(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> LinearPl
         return _vector_plan(rows, outputs, inputs, dtype)
     if not half:
         return None
-    few_rows, tiles, steps = rows <= _FEW_ROWS, -(-outputs // 64), -(-inputs // 128)
+    few_rows, tiles, steps = rows <= _SOME_ROWS, -(-outputs // 64), -(-inputs // 128)
     if outputs < _NARROW_OUTPUTS[few_rows]:
         return _narrow_tile_plan(few_rows, outputs, inputs)
     if tiles < _WHOLE_TILES:
         return _split_tile_plan(few_rows, tiles, steps)
     return _whole_tile_plan(few_rows, tiles)
+
+
+@lru_cache(maxsize=1024)
+def choose_few_rows(
+    rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, gated: bool = False
+) -> FewRowsPlan | None:
+    """The plan of the kernel in Gluon: None where another is faster; with `gated`, `outputs` counts
+    gate and up. Few programs have more warps, so that as much is on its way."""
+    if not 2 <= rows <= FEW_ROWS or not _is_half(dtype) or inputs % _VECTOR:
+        return None
+    if outputs * inputs > MAX_FEW_WEIGHTS[gated]:
+        return None
+    plan = FewRowsPlan(8 if outputs // 16 <= MULTIPROCESSORS else 4, _MOST_HELD)
+    steps = -(-inputs // (plan.num_warps * plan.block_k))
+    return replace(plan, held=min(steps, _MOST_HELD))
 
 
 @lru_cache(maxsize=1024)

@@ -25,6 +25,7 @@ from nanovllm_kernels_triton.experts_choice import (  # noqa: E402
     GroupedPlan,
     ManyExperts,
 )
+from nanovllm_kernels_triton.few_rows import has_few_rows_kernel  # noqa: E402
 from nanovllm_kernels_triton.kernel_set import TritonKernels  # noqa: E402
 from nanovllm_kernels_triton.linear_choice import WIDE_ROWS  # noqa: E402
 from nanovllm_kernels_triton.norm_route import MOST_ROWS  # noqa: E402
@@ -72,7 +73,9 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def consumers(dependent_launch: bool, rows: int) -> dict[str, tuple[Tensor, Callable[..., Tensor]]]:
     """Each operation: its late input, and the call."""
     kernels, options = (
-        TritonKernels(dependent_launch=dependent_launch),
+        TritonKernels(
+            dependent_launch=dependent_launch, few_rows=rows > 2 and has_few_rows_kernel(CUDA)
+        ),
         launch_options(dependent_launch),
     )
     norm_weight, prep = random(SIZE, seed=1), qk_prep()
@@ -160,7 +163,7 @@ def qk_prep() -> QKPrep:
     )
 
 
-@pytest.mark.parametrize("rows", [1, 2, 16, 64, WIDE_ROWS, 256])
+@pytest.mark.parametrize("rows", [1, 2, 4, 16, 64, WIDE_ROWS, 256])
 @pytest.mark.parametrize(
     "name",
     [

@@ -14,6 +14,7 @@ from nanovllm_kernels_triton.linear_choice import (
     VectorPlan,
     behind_experts,
     choose,
+    choose_few_rows,
     choose_gated,
     choose_parts,
 )
@@ -111,6 +112,32 @@ def parts_job(name: str, rows: int) -> AotJob:
     return replace(job, constexprs=constexprs, signature=signature, num_stages=plan.num_stages)
 
 
+def few_rows_job(name: str, *, dependent: bool = True, capability: int = 90) -> AotJob:
+    """The kernel in Gluon, as it is launched for two to four rows."""
+    weight_rows, inputs, kind = (PRODUCTS | LARGE)[name]
+    gated = kind == "gated"
+    plan = choose_few_rows(4, weight_rows, inputs, torch.bfloat16, gated=gated)
+    assert plan is not None
+    signature = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "*bf16:16")
+    units, unit = in_units(inputs)
+    signature |= {"num_rows": "i32", "x_stride": "i32" if units % 16 else "i32:16"}
+    signature["out_stride"] = "i32:16"
+    constexprs: dict[str, int | float | bool | None] = {
+        "X_UNIT": unit,
+        "OUTPUTS": weight_rows // 2 if gated else weight_rows,
+        "INPUTS": inputs,
+        "GATED": gated,
+        "ADD": kind == "add",
+        "DEPENDENT": dependent,
+        "BLOCK_N": plan.block_n,
+        "BLOCK_K": plan.block_k,
+        "HELD": plan.held,
+    }
+    kernel = "nanovllm_kernels_triton.few_rows_kernel:few_rows_kernel"
+    job = AotJob(kernel=kernel, signature=signature, constexprs=constexprs)
+    return replace(job, num_warps=plan.num_warps, capability=capability)
+
+
 def job_behind_experts(outputs: int, inputs: int) -> AotJob:
     """A norm and a product of one row whose weight the mixture before it was told."""
     plan = behind_experts(choose(1, outputs, inputs, torch.bfloat16))
@@ -121,6 +148,7 @@ def job_behind_experts(outputs: int, inputs: int) -> AotJob:
     return replace(job, constexprs=constexprs, num_warps=plan.num_warps)
 
 
+FEW = (*PRODUCTS, "1.7b-gate_up", "8b-qkv", "30b-a3b-o_proj", "odd")
 WIDE = ("gate_up", "1.7b-gate_up", "32b-gate_up")
 """Each of another plan, at 65 to 128 rows."""
 JOBS = {
@@ -140,6 +168,7 @@ JOBS = {
     **{f"vector-{name}-dependent": linear_job(name, 1, dependent=True) for name in LARGE},
     **{f"tile-{name}-dependent": linear_job(name, 16, dependent=True) for name in LARGE},
     **{f"tile-{name}-64-dependent": linear_job(name, 64, dependent=True) for name in LARGE},
+    **{f"few-{name}-dependent": few_rows_job(name) for name in FEW},
     "vector-behind-experts-30b-a3b": job_behind_experts(5120, 2048),
     **{f"vector-{name}": linear_job(name, 1) for name in HEADS},
     **{f"tile-{name}-64": linear_job(name, 64) for name in HEADS},
@@ -228,6 +257,32 @@ def test_a_vector_program_fetches_its_weights_before_it_waits(
     loads = [match.start() for match in re.finditer(re.escape("ld.global.v4"), ptx)]
     assert signal < min(loads)
     assert sum(load < wait for load in loads) >= 8  # 64 weights a thread, 8 a load
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_weights_of_few_rows_go_to_the_tensor_cores_as_they_come(
+    name: str, reports: dict[str, AotReport]
+) -> None:
+    """Signal, then all weights that are held, 16 bytes to a load, then wait; neither operand passes
+    shared memory, in which warps put their sums alone."""
+    job, report = JOBS[f"few-{name}-dependent"], reports[f"few-{name}-dependent"]
+    signal, wait = _signal_and_wait(report.ptx)
+    loads = [match.start() for match in re.finditer(re.escape("ld.global.v4"), report.ptx)]
+    held = job.constexprs["HELD"]
+    assert isinstance(held, int)
+    assert signal < min(loads)
+    assert sum(load < wait for load in loads) == 4 * held  # of 16 rows and 64 inputs
+    assert "mma.sync.aligned.m16n8k16" in report.ptx
+    assert "ldmatrix" not in report.ptx
+    assert "cp.async" not in report.ptx
+    assert report.shared <= 4 * 16 * 8 * job.num_warps
+
+
+@pytest.mark.slow
+def test_the_kernel_of_few_rows_compiles_for_older_gpus() -> None:
+    """From compute capability 8.0 on, without dependent launch."""
+    jobs = [few_rows_job(name, dependent=False, capability=80) for name in PRODUCTS]
+    assert all(report.spills == 0 for report in compile_kernels(jobs))
 
 
 @pytest.mark.parametrize("name", [*PRODUCTS, *LARGE])
