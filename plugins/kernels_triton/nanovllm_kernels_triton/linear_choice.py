@@ -32,13 +32,12 @@ from nanovllm_kernels_triton.multiprocessors import MULTIPROCESSORS
 
 VECTOR_ROWS = 2
 FEW_ROWS = 4
-"""Most rows of the kernel in Gluon. On an H200 steps of Qwen3-0.6B take 17 % less time so at four
-rows, 15 % at three and 4 % at two; at eight, where more programs of attention are in its way and it
-reads x too often, 4 % more."""
+"""Most rows of the kernel in Gluon. On an H200 steps of Qwen3-0.6B take 18 % less time so at four
+rows, 15 % at three and 4 % at two, and at eight 4 % more."""
 MAX_FEW_WEIGHTS = {True: 2**26, False: 2**25}
 """Most weights of that kernel, of gate and up together, and of others. In whole models on an H200
-steps of 2 and 4 rows take 5 to 7 % less time so with 1.7B and 4B, and 3 % with 8B, whose gate and
-up and down are larger; with all of 8B's 1 %, and with 32B's, of 42 to 52 million, 6 % more."""
+steps of 2 and 4 rows take 5 to 7 % less time so with 1.7B and 4B, and 3 % with 8B, whose gate, up
+and down are larger. With all of 8B's it is 1 %, and with 32B's, of 42 to 52 million, 6 % more."""
 TILE_ROWS = 64
 WIDE_ROWS = 128
 """Up to so many, some products are faster where one kernel does what cuBLAS leaves to the next."""

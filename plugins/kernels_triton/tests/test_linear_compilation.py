@@ -279,10 +279,16 @@ def test_weights_of_few_rows_go_to_the_tensor_cores_as_they_come(
 
 
 @pytest.mark.slow
-def test_the_kernel_of_few_rows_compiles_for_older_gpus() -> None:
-    """From compute capability 8.0 on, without dependent launch."""
-    jobs = [few_rows_job(name, dependent=False, capability=80) for name in PRODUCTS]
-    assert all(report.spills == 0 for report in compile_kernels(jobs))
+def test_the_kernel_of_few_rows_compiles_for_other_gpus() -> None:
+    """From compute capability 8.0 on, which has no dependent launch, to 12.0."""
+    jobs = [
+        few_rows_job(name, dependent=capability >= 90, capability=capability)
+        for capability in (80, 86, 100, 120)
+        for name in PRODUCTS
+    ]
+    for job, report in zip(jobs, compile_kernels(jobs), strict=True):
+        assert report.spills == 0, job
+        assert "mma.sync.aligned.m16n8k16" in report.ptx, job
 
 
 @pytest.mark.parametrize("name", [*PRODUCTS, *LARGE])
