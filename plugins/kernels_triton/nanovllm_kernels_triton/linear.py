@@ -295,7 +295,7 @@ class LinearLauncher:
             )  # fmt: skip
             return out
         if norm_weight_K is not None:
-            raise ValueError("only a vector plan norms its rows")
+            raise ValueError(f"a {type(plan).__name__} takes rows that are normed already")
         if isinstance(plan, FewRowsPlan):
             options = launch_options(self.dependent_launch)
             run_few_rows(plan, x_TK, weight_NK, out, **kind, **options)

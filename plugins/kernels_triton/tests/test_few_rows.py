@@ -69,7 +69,7 @@ def test_a_set_without_it_leaves_such_rows_to_the_other_kernels() -> None:
 def test_rows_that_are_to_be_normed_are_refused() -> None:
     """The kernel set norms them before."""
     x, weight = torch.zeros(3, 64, dtype=torch.float16), torch.zeros(32, 64, dtype=torch.float16)
-    with pytest.raises(ValueError, match="only a vector plan norms"):
+    with pytest.raises(ValueError, match="FewRowsPlan takes rows that are normed already"):
         LinearLauncher().run(FewRowsPlan(4, 1), x, weight, norm_weight_K=x[0])
 
 
