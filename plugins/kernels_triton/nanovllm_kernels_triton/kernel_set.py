@@ -229,10 +229,10 @@ class TritonKernels(
         eps: float,
         bias_E: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | None:
-        if self._choose_few_rows(x_TF, weight_EF) is not None or bias_E is not None:
+        if self._choose_few_rows(x_TF, weight_EF) is not None:
             return None
         plan = choose_parts(x_TF.shape[0], *weight_EF.shape, x_TF.dtype)
-        if plan is None:
+        if plan is None or bias_E is not None:
             return None
         parts_STE = self._linears.run_parts(plan, x_TF, weight_EF)
         num_parts, num_tokens, size = parts_STE.shape
