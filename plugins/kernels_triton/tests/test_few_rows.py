@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_core.kernels import TorchKernels
+from nanovllm_kernels_triton import few_rows
 from nanovllm_kernels_triton.few_rows import GLUON_VERSIONS, has_few_rows_kernel
 from nanovllm_kernels_triton.kernel_set import TritonKernels
 from nanovllm_kernels_triton.linear import LinearLauncher
@@ -73,16 +74,18 @@ def test_rows_that_are_to_be_normed_are_refused() -> None:
         LinearLauncher().run(FewRowsPlan(4, 1), x, weight, norm_weight_K=x[0])
 
 
-def test_another_triton_has_no_such_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gluon is an experimental language, and changes; so has an older GPU."""
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (8, 0))
-    monkeypatch.setattr("triton.__version__", f"{GLUON_VERSIONS[0]}9")
-    assert has_few_rows_kernel(CUDA)
-    monkeypatch.setattr("triton.__version__", "9.0.0")
-    assert not has_few_rows_kernel(CUDA)
-    monkeypatch.setattr("triton.__version__", f"{GLUON_VERSIONS[0]}9")
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (7, 5))
-    assert not has_few_rows_kernel(CUDA)
+def test_it_needs_dependent_launch_and_a_known_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gluon is an experimental language, and changes."""
+    for dependent_launch, version, has in (
+        (True, f"{GLUON_VERSIONS[0]}9", True),
+        (True, "9.0.0", False),
+        (False, f"{GLUON_VERSIONS[0]}9", False),
+    ):
+        monkeypatch.setattr(
+            few_rows, "supports_dependent_launch", {CUDA: dependent_launch}.__getitem__
+        )
+        monkeypatch.setattr("triton.__version__", version)
+        assert has_few_rows_kernel(CUDA) == has
 
 
 @pytest.mark.gpu
