@@ -36,7 +36,7 @@ FEW_ROWS = 4
 rows, 15 % at three and 4 % at two, and at eight 4 % more."""
 MAX_FEW_WEIGHTS = {True: 2**26, False: 2**25}
 """Most weights of that kernel, of gate and up together, and of others. In whole models on an H200
-steps of 2 and 4 rows take 5 to 7 % less time so with 1.7B and 4B, and 3 % with 8B, whose gate, up
+steps of 2 and 4 rows take 4 to 6 % less time so with 1.7B and 4B, and 3 % with 8B, whose gate, up
 and down are larger. With all of 8B's it is 1 %, and with 32B's, of 42 to 52 million, 6 % more."""
 TILE_ROWS = 64
 WIDE_ROWS = 128
