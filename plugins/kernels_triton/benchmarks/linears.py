@@ -38,9 +38,7 @@ from nanovllm_kernels_triton.linear_choice import (
     FewRowsPlan,
     LinearPlan,
     VectorPlan,
-    choose,
-    choose_few_rows,
-    choose_gated,
+    choose_plan,
 )
 from nanovllm_kit.numerics import assert_close_report
 
@@ -218,9 +216,8 @@ def layer_of_the_set(cases: dict[Product, Case]) -> Callable[[int], object]:
 
 
 def _chosen(product: Product, rows: int) -> LinearPlan | None:
-    gated = product.kind == "gated"
     asked = rows, product.outputs, product.inputs, DTYPE
-    return choose_few_rows(*asked, gated=gated) or (choose_gated if gated else choose)(*asked)
+    return choose_plan(*asked, gated=product.kind == "gated", few_rows=True)
 
 
 def short(plan: LinearPlan | None) -> str:

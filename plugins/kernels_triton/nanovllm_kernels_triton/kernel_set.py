@@ -44,13 +44,14 @@ from nanovllm_kernels_triton.experts import choose_norm_experts, run_experts, ru
 from nanovllm_kernels_triton.few_rows import has_few_rows_kernel
 from nanovllm_kernels_triton.linear import LinearLauncher
 from nanovllm_kernels_triton.linear_choice import (
+    FewRowsPlan,
     LinearPlan,
     VectorPlan,
     behind_experts,
     choose,
-    choose_few_rows,
     choose_gated,
     choose_parts,
+    choose_plan,
 )
 from nanovllm_kernels_triton.norm_route import choose_norm_route, empty_logits, run_norm_route
 from nanovllm_kernels_triton.per_head import is_for_few_rows, run_linear_per_head
@@ -229,7 +230,7 @@ class TritonKernels(
         eps: float,
         bias_E: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | None:
-        if self._choose_few_rows(x_TF, weight_EF) is not None:
+        if isinstance(self._choose(x_TF, weight_EF), FewRowsPlan):
             return None
         plan = choose_parts(x_TF.shape[0], *weight_EF.shape, x_TF.dtype)
         if plan is None or bias_E is not None:
@@ -367,18 +368,8 @@ class TritonKernels(
 
     def _choose(self, x_TE: Tensor, weight_XE: Tensor, gated: bool = False) -> LinearPlan | None:
         """The plan of a product; of gate and up, the weight is that of both."""
-        plan = self._choose_few_rows(x_TE, weight_XE, gated)
-        if plan is not None:
-            return plan
-        rule = choose_gated if gated else choose
-        return rule(x_TE.shape[0], *weight_XE.shape, x_TE.dtype)
-
-    def _choose_few_rows(
-        self, x_TE: Tensor, weight_XE: Tensor, gated: bool = False
-    ) -> LinearPlan | None:
-        if not self._has_few_rows:
-            return None
-        return choose_few_rows(x_TE.shape[0], *weight_XE.shape, x_TE.dtype, gated=gated)
+        asked = x_TE.shape[0], *weight_XE.shape, x_TE.dtype
+        return choose_plan(*asked, gated=gated, few_rows=self._has_few_rows)
 
     def _after_norm(
         self, plan: LinearPlan, x_TE: Tensor, norm_weight_E: Tensor, eps: float,

@@ -6,8 +6,8 @@ beside cuBLAS; its tables, measured on H200s, are what the numbers below are set
 
 | rows | dtype | kernel |
 |---|---|---|
-| 1; 2 where the weight is small, or in float32 | any | vector: whole weight rows in registers |
 | 2 .. FEW_ROWS, weights that are not large | float16, bfloat16 | few rows, where it is there |
+| 1; 2 where the weight is small, or in float32 | any | vector: whole weight rows in registers |
 | .. TILE_ROWS | float16, bfloat16 | tile: tensor cores, the inputs split where outputs are few |
 | 33 .. TILE_ROWS, for 67 to 95 tiles of too few inputs to split | as above | cuBLAS |
 | .. WIDE_ROWS, gate and up of enough outputs (`choose_gated`) | as above | tile |
@@ -153,6 +153,17 @@ def choose(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> LinearPl
     if tiles < _WHOLE_TILES:
         return _split_tile_plan(few_rows, tiles, steps)
     return _whole_tile_plan(few_rows, tiles)
+
+
+def choose_plan(
+    rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, gated: bool, few_rows: bool
+) -> LinearPlan | None:
+    """The plan of a set's product, of which there is a kernel in Gluon with `few_rows`; `gated`: of
+    gate and up with the activation inside, where `outputs` counts both. None means cuBLAS."""
+    plan = choose_few_rows(rows, outputs, inputs, dtype, gated=gated) if few_rows else None
+    if plan is not None:
+        return plan
+    return (choose_gated if gated else choose)(rows, outputs, inputs, dtype)
 
 
 @lru_cache(maxsize=1024)
