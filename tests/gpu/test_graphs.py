@@ -226,7 +226,7 @@ NORM, ATTENTION, SUMMED = "rms_norm_kernel", "decode_qkv_kernel", "add_norm_kern
 VECTOR, FEW, TILE = "vector_linear_kernel", "few_rows_kernel", "tile_linear_kernel"
 KERNELS = {
     1: ([], [VECTOR, ATTENTION, VECTOR, VECTOR, VECTOR], [NORM, VECTOR]),
-    4: ([], [NORM, FEW, ATTENTION, FEW, NORM, FEW, FEW], [NORM, FEW]),
+    8: ([], [NORM, FEW, ATTENTION, FEW, NORM, FEW, FEW], [NORM, FEW]),
     64: (
         [NORM],
         [TILE, "prepare_qkv_kernel", "decode_kernel", TILE, SUMMED, TILE, TILE, SUMMED],

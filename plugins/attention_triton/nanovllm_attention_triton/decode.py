@@ -18,6 +18,7 @@ from nanovllm_attention_triton.decode_qkv_kernels import decode_qkv_kernel
 from nanovllm_attention_triton.sizes import next_power_of_2, padded_head_size
 from nanovllm_attention_triton.tuning import (
     DECODE_REGISTERS,
+    FEW_PAIRS,
     MOST_HEADS,
     PREPARING_SHARE,
     QKV_REGISTERS,
@@ -146,7 +147,7 @@ class DecodeShape:
         That saves a kernel, and costs every program registers and the preparation of its heads.
         """
         programs = num_rows * self.programs_per_item
-        return programs * PREPARING_SHARE <= self.num_multiprocessors
+        return programs <= min(self.num_multiprocessors // PREPARING_SHARE, FEW_PAIRS)
 
     def items_per_step(self, programs_per_multiprocessor: int) -> int:
         """The items that make this many programs on every multiprocessor."""

@@ -215,7 +215,7 @@ def test_of_many_rows_those_are_cut_that_are_longer_than_a_programs_share(lens, 
 
 @pytest.mark.parametrize(
     ("group", "rows", "length", "most"),
-    [(2, 8, 800, 25), (2, 8, 12000, 94), (16, 8, 800, 9), (16, 8, 12000, 29), (16, 17, 800, 5)],
+    [(2, 8, 800, 25), (2, 8, 12000, 94), (16, 8, 800, 9), (16, 8, 12000, 29), (16, 40, 800, 5)],
 )
 def test_a_row_has_no_more_parts_than_its_last_program_merges_in_their_time(
     group, rows, length, most
@@ -229,7 +229,7 @@ def test_a_row_has_no_more_parts_than_its_last_program_merges_in_their_time(
         num_heads=2 * group,
         num_kv_heads=2,
         head_size=128,
-        max_num_seqs=32,
+        max_num_seqs=64,
         max_seq_len=16384,
         num_multiprocessors=132,
     )
@@ -240,7 +240,7 @@ def test_a_row_has_no_more_parts_than_its_last_program_merges_in_their_time(
     assert most - 3 <= parts <= most
 
 
-@pytest.mark.parametrize(("rows", "resident"), [(1, 4), (4, 4), (8, 5)])
+@pytest.mark.parametrize(("rows", "resident"), [(1, 4), (8, 4), (16, 5)])
 def test_the_grid_of_few_rows_holds_no_program_that_is_not_resident_at_once(rows, resident):
     """However long rows may become: those beyond would end at once, or be a second wave.
 
@@ -250,7 +250,7 @@ def test_the_grid_of_few_rows_holds_no_program_that_is_not_resident_at_once(rows
         num_heads=16,
         num_kv_heads=8,
         head_size=128,
-        max_num_seqs=8,
+        max_num_seqs=16,
         max_seq_len=40960,
         num_multiprocessors=132,
     )
@@ -374,14 +374,20 @@ def test_what_decode_cannot_do_is_refused_with_its_numbers(paged_batch):
 
 
 def test_few_rows_prepare_q_k_v_by_the_programs_that_they_make():
-    """One program for four multiprocessors, of one chunk of each row."""
-    for kv_heads, group, most in ((8, 4, 4), (4, 2, 8), (16, 1, 2), (1, 8, 33)):
+    """64 programs, and one for two multiprocessors, of one chunk of each row."""
+    for multiprocessors, kv_heads, group, most in (
+        (132, 8, 4, 8),
+        (132, 4, 2, 16),
+        (132, 16, 1, 4),
+        (148, 1, 8, 64),
+        (108, 1, 8, 54),
+    ):
         shape = DecodeShape(
             num_heads=kv_heads * group,
             num_kv_heads=kv_heads,
             head_size=128,
             max_num_seqs=256,
             max_seq_len=4096,
-            num_multiprocessors=132,
+            num_multiprocessors=multiprocessors,
         )
         assert [rows for rows in range(1, 257) if shape.prepares(rows)] == [*range(1, most + 1)]

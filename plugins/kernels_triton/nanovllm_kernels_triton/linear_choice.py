@@ -31,13 +31,16 @@ from nanovllm_core.kernels import next_power_of_2
 from nanovllm_kernels_triton.multiprocessors import MULTIPROCESSORS
 
 VECTOR_ROWS = 2
-FEW_ROWS = 4
-"""Most rows of the kernel in Gluon. On an H200 steps of Qwen3-0.6B take 18 % less time so at four
-rows, 15 % at three and 4 % at two, and at eight 4 % more."""
+FEW_ROWS = 8
+"""Most rows of the kernel in Gluon, those of one instruction. On an H200 steps of Qwen3-0.6B take
+18 % less time so at four rows, 15 % at three, 4 % at two, and 14 % at five and eight, where
+attention that prepares q, k and v begins beside the product before it (`PREPARING_SHARE` of
+`nanovllm_attention_triton`); behind a kernel that prepares them, 4 % more at eight."""
 MAX_FEW_WEIGHTS = {True: 2**26, False: 2**25}
 """Most weights of that kernel, of gate and up together, and of others. In whole models on an H200
-steps of 2 and 4 rows take 4 to 6 % less time so with 1.7B and 4B, and 3 % with 8B, whose gate, up
-and down are larger. With all of 8B's it is 1 %, and with 32B's, of 42 to 52 million, 6 % more."""
+steps of 2 to 8 rows take 4 to 8 % less time so with 1.7B and 4B, and 3 to 5 % with 8B, whose gate,
+up and down are larger. At 4 rows it is 1 % with all of 8B's, and 6 % more with 32B's, of 42 to 52
+million."""
 TILE_ROWS = 64
 WIDE_ROWS = 128
 """Up to so many, some products are faster where one kernel does what cuBLAS leaves to the next."""

@@ -163,7 +163,7 @@ def qk_prep() -> QKPrep:
     )
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 16, 64, WIDE_ROWS, 256])
+@pytest.mark.parametrize("rows", [1, 2, 8, 16, 64, WIDE_ROWS, 256])
 @pytest.mark.parametrize(
     "name",
     [

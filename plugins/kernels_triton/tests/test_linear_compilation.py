@@ -113,7 +113,7 @@ def parts_job(name: str, rows: int) -> AotJob:
 
 
 def few_rows_job(name: str, *, capability: int = 90) -> AotJob:
-    """The kernel in Gluon, as it is launched for two to four rows."""
+    """The kernel in Gluon, as it is launched for two to eight rows."""
     weight_rows, inputs, kind = (PRODUCTS | LARGE)[name]
     gated = kind == "gated"
     plan = choose_few_rows(4, weight_rows, inputs, torch.bfloat16, gated=gated)
