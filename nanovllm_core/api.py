@@ -60,6 +60,7 @@ from nanovllm_core.interfaces.executor import (
     WorkerSetup as WorkerSetup,
 )
 from nanovllm_core.interfaces.kernels import (
+    AdaptingKernels as AdaptingKernels,
     CompilingKernels as CompilingKernels,
     FetchingKernels as FetchingKernels,
     GatedKernels as GatedKernels,

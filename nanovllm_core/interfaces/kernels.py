@@ -323,6 +323,18 @@ class FetchingKernels(Protocol):
 
 
 @runtime_checkable
+class AdaptingKernels(Protocol):
+    """A kernel set that computes products by which kernel runs behind them."""
+
+    def announce_prepared_decode(self, max_rows: int) -> None:
+        """Attention prepares q, k and v itself in steps of up to so many rows without prompts.
+
+        There no kernel is between their product and attention. 0: nowhere, as a set expects that is
+        not told. Results may be summed in another order. Called once, before the first step.
+        """
+
+
+@runtime_checkable
 class CompilingKernels(Protocol):
     """A kernel set that can compile its kernels, and others in its language, in parallel."""
 

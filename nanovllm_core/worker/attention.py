@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from nanovllm_core.interfaces.attention import (
 )
 from nanovllm_core.interfaces.cache_groups import CacheGroup
 from nanovllm_core.interfaces.executor import WorkerSetup
-from nanovllm_core.interfaces.kernels import KernelSet
+from nanovllm_core.interfaces.kernels import AdaptingKernels, KernelSet
 from nanovllm_core.interfaces.model import AttentionShape
 from nanovllm_core.layers import Attention, AttentionLayer, LatentAttention
 from nanovllm_core.registry.objects import make_plugin
@@ -80,10 +81,26 @@ class PagedAttention:
         self._device = model.device
         for index, layer in enumerate(layers):
             layer.bind(self, index)
+        if isinstance(kernels, AdaptingKernels):
+            rows = self._prepared_rows(layers, setup.config.limits.max_num_seqs)
+            kernels.announce_prepared_decode(rows)
 
     def describe(self) -> str:
         """The implementations that run, those of different groups by their descriptions."""
         return "; ".join(dict.fromkeys(group.describe() for group in self.groups))
+
+    def _prepared_rows(self, layers: Sequence[AttentionLayer], max_rows: int) -> int:
+        """The most decode rows of which, as of all fewer, every backend prepares q, k and v."""
+        groups = zip(self.layout.groups, self.groups, strict=True)
+        kinds = [(layers[index], two.decode) for one, two in groups for index in one.layers]
+
+        def are_prepared(rows: int) -> bool:
+            return all(
+                isinstance(layer, Attention) and backend.prepares_decode(layer.prep, rows)
+                for layer, backend in kinds
+            )
+
+        return sum(1 for _ in takewhile(are_prepared, range(1, max_rows + 1)))
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Use this many fresh blocks from now on."""

@@ -91,6 +91,19 @@ ENDS_EARLY = [
         ),
     ),
     bug(
+        "linear drops its last inputs of as many rows as attention prepares",
+        PRODUCTS,
+        (
+            "    def embed(",
+            "    def announce_prepared_decode(self, rows): self.told = rows\n\n    def embed(",
+        ),
+        before(
+            MULTIPLIED,
+            "kept = x_TE.shape[1] - 16 * (len(x_TE) <= getattr(self, 'told', 0))",
+            "x_TE, weight_XE = x_TE[:, :kept], weight_XE[:, :kept]",
+        ),
+    ),
+    bug(
         "linear computes whole tiles of 64 outputs",
         PRODUCTS,
         after(MULTIPLIED, "y[:, max(len(weight_XE) // 64, 1) * 64 :] = 0"),

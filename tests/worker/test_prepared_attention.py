@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +70,24 @@ def test_decode_tokens_are_prepared_by_the_backend_and_prompts_by_the_kernel_set
     reference = Reference.of(folder)
     assert tokens == {5: reference.tokens(first, STEPS + 2), 2: reference.tokens(later, STEPS + 1)}
     started.executor.close()
+
+
+@pytest.mark.parametrize(
+    ("prepared", "told"),
+    [((), 0), ((1, 2, 3), 3), ((1, 2, 5), 2), ((2, 3), 0), (range(1, 100), 8)],
+    ids=["none", "three", "not three", "not one", "all"],
+)
+def test_a_kernel_set_is_told_of_how_many_rows_attention_prepares_q_k_and_v(
+    prepared: Sequence[int], told: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of so many and of all fewer, in every layer; of the rows that a step may have. Once."""
+    calls: list[int] = []
+    monkeypatch.setattr(SdpaAttention, "prepares_decode", lambda self, prep, rows: rows in prepared)
+    monkeypatch.setattr(
+        TorchKernels,
+        "announce_prepared_decode",
+        lambda self, rows: calls.append(rows),
+        raising=False,
+    )
+    Started(write_checkpoint(tmp_path)).executor.close()
+    assert calls == [told]

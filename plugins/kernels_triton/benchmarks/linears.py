@@ -35,6 +35,7 @@ from torch.nn.functional import silu
 from nanovllm_kernels_triton.kernel_set import TritonKernels
 from nanovllm_kernels_triton.linear import LinearLauncher
 from nanovllm_kernels_triton.linear_choice import (
+    FEW_ROWS,
     FewRowsPlan,
     LinearPlan,
     VectorPlan,
@@ -47,6 +48,7 @@ STREAMED_BYTES = 320e6
 EPS, DEVICE = 1e-6, torch.device("cuda")
 
 KERNELS = TritonKernels(dependent_launch=True, few_rows=True)
+KERNELS.announce_prepared_decode(FEW_ROWS)
 LAUNCHER = LinearLauncher(dependent_launch=True)
 
 

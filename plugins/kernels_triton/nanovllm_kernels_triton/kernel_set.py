@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from nanovllm_core.api import (
+    AdaptingKernels,
     CapturedTail,
     FetchingKernels,
     GatedKernels,
@@ -73,16 +74,24 @@ def make_kernels(_options: BaseModel, device: torch.device) -> TritonKernels:
 
 
 class TritonKernels(
-    TorchKernels, RoutingKernels, MixtureKernels, FetchingKernels, GatedKernels, NormingKernels
+    TorchKernels,
+    RoutingKernels,
+    MixtureKernels,
+    FetchingKernels,
+    GatedKernels,
+    NormingKernels,
+    AdaptingKernels,
 ):
     """See `KernelSet` for what each operation promises, `TorchKernels` for the reference."""
 
     name = "triton"
 
     def __init__(self, *, dependent_launch: bool = False, few_rows: bool = False) -> None:
-        """`few_rows`: products of some rows by a kernel in Gluon; see `has_few_rows_kernel`."""
+        """`few_rows`: products of some rows by a kernel in Gluon; see `has_few_rows_kernel`. It is
+        for steps whose attention prepares q, k and v."""
         super().__init__()
         self._has_few_rows = few_rows
+        self._prepared_rows = 0
         self._linears = LinearLauncher(dependent_launch=dependent_launch)
         self._options = launch_options(dependent_launch)
         self._logits: Tensor | None = None
@@ -325,6 +334,9 @@ class TritonKernels(
         self._next_weights[gate_up_N2FE.data_ptr()] = weight_XE
         self._announced.add(weight_XE.data_ptr())
 
+    def announce_prepared_decode(self, max_rows: int) -> None:
+        self._prepared_rows = max_rows
+
     def _passed_logits(self, device: torch.device) -> Tensor:
         if self._logits is None:
             self._linears.tickets(device)  # refuses to be made in a capture, as this must
@@ -369,7 +381,8 @@ class TritonKernels(
     def _choose(self, x_TE: Tensor, weight_XE: Tensor, gated: bool = False) -> LinearPlan | None:
         """The plan of a product; of gate and up, the weight is that of both."""
         asked = x_TE.shape[0], *weight_XE.shape, x_TE.dtype
-        return choose_plan(*asked, gated=gated, few_rows=self._has_few_rows)
+        few_rows = self._has_few_rows and len(x_TE) <= self._prepared_rows
+        return choose_plan(*asked, gated=gated, few_rows=few_rows)
 
     def _after_norm(
         self, plan: LinearPlan, x_TE: Tensor, norm_weight_E: Tensor, eps: float,

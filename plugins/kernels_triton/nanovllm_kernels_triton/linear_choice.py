@@ -6,7 +6,7 @@ beside cuBLAS; its tables, measured on H200s, are what the numbers below are set
 
 | rows | dtype | kernel |
 |---|---|---|
-| 2 .. FEW_ROWS, weights that are not large | float16, bfloat16 | few rows, where it is there |
+| 2 .. FEW_ROWS, weights that are not large | float16, bfloat16 | few rows, where it is used |
 | 1; 2 where the weight is small, or in float32 | any | vector: whole weight rows in registers |
 | .. TILE_ROWS | float16, bfloat16 | tile: tensor cores, the inputs split where outputs are few |
 | 33 .. TILE_ROWS, for 67 to 95 tiles of too few inputs to split | as above | cuBLAS |
@@ -32,10 +32,10 @@ from nanovllm_kernels_triton.multiprocessors import MULTIPROCESSORS
 
 VECTOR_ROWS = 2
 FEW_ROWS = 8
-"""Most rows of the kernel in Gluon, those of one instruction. On an H200 steps of Qwen3-0.6B take
-18 % less time so at four rows, 15 % at three, 4 % at two, and 14 % at five and eight, where
-attention that prepares q, k and v begins beside the product before it (`PREPARING_SHARE` of
-`nanovllm_attention_triton`); behind a kernel that prepares them, 4 % more at eight."""
+"""Most rows of the kernel in Gluon, those of one instruction. It is used where attention prepares
+q, k and v itself, and so begins beside their product: on an H200 steps of Qwen3-0.6B take 18 % less
+time so at four rows, 15 % at three, 4 % at two, and 14 % at five and eight. With a kernel between
+them they take 3 % more at eight, and those of a model of 16 KV heads 4 to 11 % more."""
 MAX_FEW_WEIGHTS = {True: 2**26, False: 2**25}
 """Most weights of that kernel, of gate and up together, and of others. In whole models on an H200
 steps of 2 to 8 rows take 4 to 8 % less time so with 1.7B and 4B, and 3 to 5 % with 8B, whose gate,

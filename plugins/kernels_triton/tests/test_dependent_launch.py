@@ -72,12 +72,9 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 def consumers(dependent_launch: bool, rows: int) -> dict[str, tuple[Tensor, Callable[..., Tensor]]]:
     """Each operation: its late input, and the call."""
-    kernels, options = (
-        TritonKernels(
-            dependent_launch=dependent_launch, few_rows=rows > 2 and has_few_rows_kernel(CUDA)
-        ),
-        launch_options(dependent_launch),
-    )
+    kernels = TritonKernels(dependent_launch=dependent_launch, few_rows=has_few_rows_kernel(CUDA))
+    kernels.announce_prepared_decode(rows if rows > 2 else 0)
+    options = launch_options(dependent_launch)
     norm_weight, prep = random(SIZE, seed=1), qk_prep()
     square, pair = random(SIZE, SIZE, seed=2) / 32, random(6 * SIZE, SIZE, seed=3) / 32
     positions = torch.arange(rows, dtype=torch.int32, device=CUDA)

@@ -38,6 +38,13 @@ def with_kernel() -> None:
         pytest.skip("needs a CUDA GPU, and a Triton whose Gluon is known")
 
 
+def told_set() -> TritonKernels:
+    """One that computes all products by it that it is for."""
+    kernels = TritonKernels(few_rows=True)
+    kernels.announce_prepared_decode(FEW_ROWS)
+    return kernels
+
+
 def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(CUDA, dtype)
@@ -64,7 +71,18 @@ def test_a_set_without_it_leaves_such_rows_to_the_other_kernels() -> None:
     assert not has_few_rows_kernel(torch.device("cpu"))
     x, weight = torch.zeros(3, 64, dtype=torch.float16), torch.zeros(32, 64, dtype=torch.float16)
     assert not isinstance(TritonKernels()._choose(x, weight), FewRowsPlan)
-    assert isinstance(TritonKernels(few_rows=True)._choose(x, weight), FewRowsPlan)
+    assert isinstance(told_set()._choose(x, weight), FewRowsPlan)
+
+
+def test_it_is_for_steps_whose_attention_prepares_q_k_and_v() -> None:
+    """Behind another kernel it would make them slower."""
+    weight, kernels = torch.zeros(32, 64, dtype=torch.float16), TritonKernels(few_rows=True)
+    for told in (None, 0, 3):
+        if told is not None:
+            kernels.announce_prepared_decode(told)
+        plans = [kernels._choose(weight[:rows], weight) for rows in range(1, FEW_ROWS + 1)]
+        chosen = [rows for rows, plan in enumerate(plans, 1) if isinstance(plan, FewRowsPlan)]
+        assert chosen == [*range(2, (told or 0) + 1)]
 
 
 def test_rows_that_are_to_be_normed_are_refused() -> None:
@@ -103,7 +121,7 @@ def test_a_product_of_few_rows_equals_its_reference(
     norm = random(inputs, dtype=dtype, seed=2)
     residual = random(rows, outputs, dtype=dtype, seed=3)
     results = []
-    for kernels in (TritonKernels(few_rows=True), TorchKernels()):
+    for kernels in (told_set(), TorchKernels()):
         exact = torch.empty(rows, outputs, dtype=torch.float32, device=CUDA)
         results.append(
             (
@@ -126,7 +144,7 @@ def test_a_product_of_few_rows_equals_its_reference(
 def test_a_row_has_its_bits_whatever_is_beside_it() -> None:
     """And all rows have them at each run, alone and among others that are not a number."""
     x, weight = (random(n, 1024, dtype=torch.bfloat16, seed=n) for n in (8, 2048))
-    kernels = TritonKernels(few_rows=True)
+    kernels = told_set()
     first = kernels.linear(x, weight)
     assert torch.equal(first, kernels.linear(x, weight))
     x[1:] = float("nan")
@@ -142,5 +160,5 @@ def test_a_norm_is_not_made_of_parts_where_the_product_has_none() -> None:
     x, weight = x[:, :1096], weight[:, :1096].contiguous()
     residual, norm = torch.zeros(4, 256, dtype=x.dtype, device=CUDA), weight[0, :256]
     assert TritonKernels().linear_add_norm(x, weight, residual, norm, EPS) is not None
-    few = TritonKernels(few_rows=True)
+    few = told_set()
     assert few.linear_add_norm(x, weight, residual, norm, EPS) is None

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm_core.interfaces.kernels import GatedKernels, KernelSet, QKPrep
+from nanovllm_core.interfaces.kernels import AdaptingKernels, GatedKernels, KernelSet, QKPrep
 from nanovllm_core.interfaces.specs import KernelSetSpec
 from nanovllm_kit.conformance import PluginUnderTest, SpecConformance
 from nanovllm_kit.kernel_calls import REFERENCE, assert_equal, random, run
@@ -25,7 +25,7 @@ from nanovllm_kit.kernel_norming import NormingChecks
 from nanovllm_kit.kernel_routing import RoutingChecks
 from nanovllm_kit.numerics import assert_close_report
 
-BLOCK_SIZE, UNUSED = 4, 5.0
+BLOCK_SIZE, UNUSED, PREPARED_ROWS = 4, 5.0, 4
 UNROUNDED = 2e-5
 """How far sums in float32 may be from exact ones: a fifteenth of what rounding to float16 adds."""
 
@@ -58,8 +58,10 @@ class KernelSetConformance(
 
     @pytest.fixture
     def kernels(self, plugin: PluginUnderTest, device: torch.device) -> KernelSet:
-        """The set, made as the worker makes it."""
+        """The set, made as the worker makes it, and told of less rows than tests have."""
         made: KernelSet = plugin.load()(plugin.options, device)
+        if isinstance(made, AdaptingKernels):
+            made.announce_prepared_decode(PREPARED_ROWS)
         return made
 
     @pytest.fixture(params=["float32", "float16", "bfloat16"])
