@@ -7,7 +7,8 @@ Who calls what, and when:
     allocate()                      once, before the KV cache is sized and before any capture
     plan_decode / plan_prefill      once per step, before the layers
     run_decode / run_prefill        once per layer and step
-    prepares_decode                 once per layer and step without prompts, before its run
+    prepares_decode                 once per layer and step without prompts, before its run; and for
+                                    kernel sets that ask, before the first step
     run_decode_from_qkv             in the place of run_decode, where it says so
     plan_packed                     latent groups: once per step and packed call, before the layers
     run_packed                      latent groups: per layer, once for each plan_packed

@@ -324,13 +324,14 @@ class FetchingKernels(Protocol):
 
 @runtime_checkable
 class AdaptingKernels(Protocol):
-    """A kernel set that computes products by which kernel runs behind them."""
+    """A kernel set whose kernel for a product depends on the kernels beside it."""
 
     def announce_prepared_decode(self, max_rows: int) -> None:
-        """Attention prepares q, k and v itself in steps of up to so many rows without prompts.
+        """Attention prepares q, k and v itself, in every layer, in all decode steps of up to so
+        many rows.
 
-        There no kernel is between their product and attention. 0: nowhere, as a set expects that is
-        not told. Results may be summed in another order. Called once, before the first step.
+        There no kernel is between their product and attention. 0: in none, which a set expects that
+        is not told. Results may be summed in another order. Called once, before the first step.
         """
 
 

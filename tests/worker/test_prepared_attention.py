@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ from nanovllm_core.interfaces.plan import PrefillChunk, StepPlan
 from nanovllm_core.kernels import TorchKernels
 from nanovllm_kit.plans import decode_plan
 
+from ..e2e.alternating import NAME as ALTERNATING, install_alternating
 from ..e2e.tiny import Reference, write_checkpoint
+from ..latent import install_latent, write_latent
 from .test_runner import PROMPTS, Started, admission
 
 for plugin in ("model_qwen3", "attention_sdpa"):
@@ -72,6 +74,17 @@ def test_decode_tokens_are_prepared_by_the_backend_and_prompts_by_the_kernel_set
     started.executor.close()
 
 
+def announced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows that the kernel set is told of."""
+    calls: list[int] = []
+
+    def announce(_: TorchKernels, max_rows: int) -> None:
+        calls.append(max_rows)
+
+    monkeypatch.setattr(TorchKernels, "announce_prepared_decode", announce, raising=False)
+    return calls
+
+
 @pytest.mark.parametrize(
     ("prepared", "told"),
     [((), 0), ((1, 2, 3), 3), ((1, 2, 5), 2), ((2, 3), 0), (range(1, 100), 8)],
@@ -80,14 +93,40 @@ def test_decode_tokens_are_prepared_by_the_backend_and_prompts_by_the_kernel_set
 def test_a_kernel_set_is_told_of_how_many_rows_attention_prepares_q_k_and_v(
     prepared: Sequence[int], told: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of so many and of all fewer, in every layer; of the rows that a step may have. Once."""
-    calls: list[int] = []
+    """Of so many and of all fewer, of the rows that a step may have. Once."""
+    calls = announced(monkeypatch)
     monkeypatch.setattr(SdpaAttention, "prepares_decode", lambda self, prep, rows: rows in prepared)
-    monkeypatch.setattr(
-        TorchKernels,
-        "announce_prepared_decode",
-        lambda self, rows: calls.append(rows),
-        raising=False,
-    )
     Started(write_checkpoint(tmp_path)).executor.close()
     assert calls == [told]
+
+
+@pytest.mark.parametrize("windows", [(8, None), (None, 8)], ids=str)
+def test_a_row_counts_as_prepared_where_the_backend_of_every_layer_prepares_it(
+    windows: tuple[int | None, ...],
+    tmp_path: Path,
+    install: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Here those of one group of layers prepare more rows than those of the other."""
+    install_alternating(install)
+    folder = write_checkpoint(tmp_path, architectures=[ALTERNATING], windows=windows)
+
+    def prepares_decode(self: SdpaAttention, prep: object, rows: int) -> bool:
+        return rows <= (3 if self.config.sliding_window else 5)
+
+    calls = announced(monkeypatch)
+    monkeypatch.setattr(SdpaAttention, "prepares_decode", prepares_decode)
+    Started(folder).executor.close()
+    assert calls == [3]
+
+
+def test_latent_attention_prepares_no_row(
+    tmp_path: Path, install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its queries and rows are the kernel set's, whatever a backend says."""
+    install_latent(install)
+    folder, _ = write_latent(tmp_path / "tiny")
+    calls = announced(monkeypatch)
+    monkeypatch.setattr(SdpaAttention, "prepares_decode", lambda self, prep, rows: True)
+    Started(folder).executor.close()
+    assert calls == [0]

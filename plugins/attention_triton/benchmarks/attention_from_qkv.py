@@ -6,9 +6,10 @@
 A graph holds one plan and several layers: the product that makes q, k, v, attention, and the
 product behind it, each layer over weights and a cache of its own, more of them than the L2 holds,
 with dependent launch as in an engine. It prints µs per layer beyond those of the products alone:
-preparation and decode as two kernels, and as one. Needs nanovllm-kernels-triton. Outputs of the two
-are compared before either is timed. `--tunings` times candidates of the constants for one row in
-one kernel instead, in steps whose grids are those of an engine for long contexts.
+preparation and decode as two kernels, and as one, each with the products that an engine has beside
+it. Needs nanovllm-kernels-triton. Outputs of the two are compared before either is timed.
+`--tunings` times candidates of the constants for one row in one kernel instead, in steps whose
+grids are those of an engine for long contexts.
 """
 
 from __future__ import annotations
@@ -30,13 +31,17 @@ from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.tuning import DECODE_FEW, DecodeTuning
 from nanovllm_core.api import AttentionConfig, DecodeMetadata, QKPrep
 from nanovllm_core.kernels import supports_dependent_launch
+from nanovllm_kernels_triton.few_rows import has_few_rows_kernel
 from nanovllm_kernels_triton.kernel_set import TritonKernels
 
 BLOCK_SIZE, MAX_LEN, MAX_ROWS = 256, 4352, 256
 DTYPE, DEVICE = torch.bfloat16, torch.device("cuda")
 LAYER_BYTES = 120 * 2**20
 """Weights of all layers of a graph at least: more than the L2 holds."""
-BATCHES = ((1, 512), (1, 4096), (2, 1024), (5, 512), (16, 512), (33, 1024), (64, 1024), (256, 1024))
+BATCHES = (
+    *((1, 512), (1, 4096), (2, 1024), (5, 512), (8, 512), (8, 4096)),
+    *((16, 512), (33, 1024), (64, 1024), (256, 1024)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +117,10 @@ class Layers:
 
     def __init__(self, shape: Shape, max_len: int = MAX_LEN) -> None:
         self.shape, self.max_len = shape, max_len
-        self.kernels = TritonKernels(dependent_launch=supports_dependent_launch(DEVICE))
+        self.kernels = TritonKernels(
+            dependent_launch=supports_dependent_launch(DEVICE),
+            few_rows=has_few_rows_kernel(DEVICE),
+        )
         width = shape.heads * shape.head_size
         self.weights = [
             (randn(shape.packed, shape.hidden, scale=shape.hidden**-0.5),
@@ -197,6 +205,7 @@ class Layers:
 
 def microseconds(layers: Layers, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> float:
     """Per layer, of the best of five rounds of replays."""
+    layers.kernels.announce_prepared_decode(MAX_ROWS if attend == layers.in_one_kernel else 0)
     layers.step(attend)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -215,7 +224,8 @@ def microseconds(layers: Layers, attend: Callable[[Tensor, Tensor, Tensor], Tens
 
 
 def check(layers: Layers, name: str) -> None:
-    """The first layer's outputs agree, whose inputs are the same."""
+    """The first layer's outputs agree, whose inputs are the same, by the same product."""
+    layers.kernels.announce_prepared_decode(0)
     first, second = (
         layers.step(attend)[0].float() for attend in (layers.in_two_kernels, layers.in_one_kernel)
     )

@@ -18,8 +18,8 @@ from nanovllm_attention_triton.decode_qkv_kernels import decode_qkv_kernel
 from nanovllm_attention_triton.sizes import next_power_of_2, padded_head_size
 from nanovllm_attention_triton.tuning import (
     DECODE_REGISTERS,
-    FEW_PAIRS,
     MOST_HEADS,
+    PREPARING_PROGRAMS,
     PREPARING_SHARE,
     QKV_REGISTERS,
     DecodeTuning,
@@ -145,9 +145,10 @@ class DecodeShape:
         """Whether this many rows are few enough that programs shall prepare q, k and v too.
 
         That saves a kernel, and costs every program registers and the preparation of its heads.
+        Beside prompts, which have that kernel all the same, as many rows are planned as if it were.
         """
         programs = num_rows * self.programs_per_item
-        return programs <= min(self.num_multiprocessors // PREPARING_SHARE, FEW_PAIRS)
+        return programs <= min(self.num_multiprocessors // PREPARING_SHARE, PREPARING_PROGRAMS)
 
     def items_per_step(self, programs_per_multiprocessor: int) -> int:
         """The items that make this many programs on every multiprocessor."""

@@ -140,8 +140,7 @@ mean, took three times as long on an H200. Of 50 to 66 such rows those of about 
 are not cut, took 10 to 20 % less so than by DECODE_MANY with chunks of 1,024 tokens, and unequal
 ones 5 to 10 % more. From 42 to 49, DECODE_THREE took 3 to 13 % less than DECODE_SIX for equal rows,
 and 6 % less to 6 % more for others."""
-FEW_PAIRS = 64
-DECODE_PAIRS = ((8, DECODE_ONE), (FEW_PAIRS, DECODE_FEW[2]))
+DECODE_PAIRS = ((8, DECODE_ONE), (64, DECODE_FEW[2]))
 """The constants for steps of so many (row, KV head) at most, each of which is a program if not cut,
 or several in DECODE_ONE."""
 DECODE_RESIDENT = ((1, DECODE_WHOLE), (2.5, DECODE_SIX), (3, DECODE_THREE), (4, DECODE_FOUR))
@@ -154,13 +153,14 @@ DECODE_REGISTERS = 168
 programs that shared memory has room for. Left alone, ptxas takes fewer and spills a few bytes."""
 QKV_REGISTERS = 255
 """The same where a program prepares q, k and v too. Such steps have few programs."""
-PREPARING_SHARE = 2
-"""Programs prepare q, k and v where those of one chunk of each row are FEW_PAIRS at most, and one
-for so many multiprocessors, which makes 8 rows of 8 KV heads. It gains where the product before
-lets them begin early. On an H200 steps of Qwen3-0.6B take 13 to 14 % less time at 8 rows with 512
-and 3,000 keys, and 9 % with 16,000, behind the products of few rows of `kernels: triton`; behind
-its tiles, the same. At 16 rows of 4 KV heads Qwen3-30B-A3B's take 3 % less; of 8 KV heads 0.6B's
-7 % more, for programs that prepare take more registers, so fewer of them stream side by side."""
+PREPARING_PROGRAMS, PREPARING_SHARE = 64, 2
+"""Programs prepare q, k and v where those of one chunk of each row are so many at most, and one for
+so many multiprocessors, which makes 8 rows of 8 KV heads. It gains most where the product before
+lets them begin early: on an H200 steps of Qwen3-0.6B take 13 to 14 % less time at 8 rows with 512
+and 3,000 keys, and 9 % with 16,000, behind the products of few rows of `kernels: triton`. Behind
+its tiles they take as long with 512 keys, those of 8B 2 % less, and of Qwen3-30B-A3B at 16 rows of
+4 KV heads 3 to 6 % less. 16 rows of 8 KV heads took 7 % more, for programs that prepare take more
+registers, so fewer of them stream side by side. Other GPUs were not measured."""
 # Two programs on a multiprocessor, one of which loads while the other multiplies.
 PREFILL = {
     2: PrefillTuning(block_m=64, block_n=64, num_warps=4, num_stages=3),

@@ -379,6 +379,7 @@ def test_few_rows_prepare_q_k_v_by_the_programs_that_they_make():
         (132, 8, 4, 8),
         (132, 4, 2, 16),
         (132, 16, 1, 4),
+        (132, 2, 128, 16),  # two programs for a KV head
         (148, 1, 8, 64),
         (108, 1, 8, 54),
     ):

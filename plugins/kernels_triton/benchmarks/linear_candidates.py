@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm_kernels_triton.linear_choice import (
+    FEW_ROWS,
     TILE_ROWS,
     WIDE_ROWS,
     FewRowsPlan,
@@ -46,8 +47,6 @@ WIDE_PLANS = tuple(
 )  # fmt: skip
 POWERS = (1, 2, 4, 8, 16)
 """Rows, and warps, of a vector program."""
-MOST_FEW = 8
-"""Rows that the kernel in Gluon can compute."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ def candidates(product: Product, rows: int) -> Iterator[LinearPlan]:
             per_thread = block_n * held_by_rest[rest] // (32 * num_warps)
             if block_n > (product.kind == "gated") and 32 <= per_thread <= (192 if rest else 128):
                 yield VectorPlan(block_n, num_warps, rest)
-    if 2 <= rows <= MOST_FEW:
+    if 2 <= rows <= FEW_ROWS:
         for num_warps, held in itertools.product((4, 8), (4, 6)):
             steps = -(-product.inputs // (64 * num_warps))
             yield FewRowsPlan(num_warps, min(steps, held))

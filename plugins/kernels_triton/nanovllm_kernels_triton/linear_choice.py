@@ -1,5 +1,7 @@
 """Which kernel computes a layer's product, by rows, shape and dtype: one rule, in one place.
 
+That of few rows is used where the set knows that attention prepares q, k and v of so many.
+
 With few rows a product takes as long as its weight takes to stream, and cuBLAS is far from that;
 with many rows cuBLAS is better than these kernels. `benchmarks/linears.py` measures every candidate
 beside cuBLAS; its tables, measured on H200s, are what the numbers below are set from.
@@ -34,12 +36,12 @@ VECTOR_ROWS = 2
 FEW_ROWS = 8
 """Most rows of the kernel in Gluon, those of one instruction. It is used where attention prepares
 q, k and v itself, and so begins beside their product: on an H200 steps of Qwen3-0.6B take 18 % less
-time so at four rows, 15 % at three, 4 % at two, and 14 % at five and eight. With a kernel between
-them they take 3 % more at eight, and those of a model of 16 KV heads 4 to 11 % more."""
+time so at four rows, 15 % at three, 4 % at two, and 13 to 14 % at five and eight. With a kernel
+between them they take 3 to 4 % more at eight, and those of a model of 16 KV heads 4 to 13 %."""
 MAX_FEW_WEIGHTS = {True: 2**26, False: 2**25}
 """Most weights of that kernel, of gate and up together, and of others. In whole models on an H200
-steps of 2 to 8 rows take 4 to 8 % less time so with 1.7B and 4B, and 3 to 5 % with 8B, whose gate,
-up and down are larger. At 4 rows it is 1 % with all of 8B's, and 6 % more with 32B's, of 42 to 52
+steps of 2 to 8 rows take 4 to 8 % less time so with 1.7B and 4B, and 3 % with 8B, whose gate, up
+and down are larger. At 4 rows it is 1 % with all of 8B's, and 6 % more with 32B's, of 42 to 52
 million."""
 TILE_ROWS = 64
 WIDE_ROWS = 128

@@ -58,7 +58,10 @@ class KernelSetConformance(
 
     @pytest.fixture
     def kernels(self, plugin: PluginUnderTest, device: torch.device) -> KernelSet:
-        """The set, made as the worker makes it, and told of less rows than tests have."""
+        """The set, made as the worker makes it.
+
+        It is told of more prepared rows than some of the tests have, and of fewer than others.
+        """
         made: KernelSet = plugin.load()(plugin.options, device)
         if isinstance(made, AdaptingKernels):
             made.announce_prepared_decode(PREPARED_ROWS)
