@@ -26,7 +26,12 @@ def has_few_rows_kernel(device: torch.device) -> bool:
 
 
 def run_few_rows(
-    plan: FewRowsPlan, x_TK: Tensor, weight_NK: Tensor, out: Tensor, **options: Any
+    plan: FewRowsPlan,
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    out: Tensor,
+    **options: Any,
 ) -> None:
     """As `LinearLauncher.run`, into `out`; `options` are the launch's, with GATED and ADD."""
     # Imported by those who run it: another Triton may have another Gluon.
@@ -35,7 +40,7 @@ def run_few_rows(
     x_units, x_unit = in_units(x_TK.stride(0))
     span = plan.block_n // 2 if options["GATED"] else plan.block_n
     few_rows_kernel[(cdiv(out.shape[1], span),)](
-        x_TK, weight_NK, out, x_TK.shape[0], x_units, out.stride(0),
+        x_TK, weight_NK, bias_N, out, x_TK.shape[0], x_units, out.stride(0),
         X_UNIT=x_unit,
         OUTPUTS=out.shape[1],
         INPUTS=weight_NK.shape[1],

@@ -23,7 +23,7 @@ BLOCK_M = gl.constexpr(8)
 
 @gluon.jit(do_not_specialize=["num_rows"])
 def few_rows_kernel(
-    x_ptr, weight_ptr, out_ptr, num_rows, x_stride, out_stride,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, x_stride, out_stride,
     X_UNIT: gl.constexpr, OUTPUTS: gl.constexpr, INPUTS: gl.constexpr,
     GATED: gl.constexpr, ADD: gl.constexpr, DEPENDENT: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, HELD: gl.constexpr,
@@ -54,6 +54,11 @@ def few_rows_kernel(
     weights = ()
     for step in gl.static_range(HELD):
         weights = weights + (step_of(weight_ptrs, weight_columns, exists, step, INPUTS, BLOCK_K),)
+    if bias_ptr is not None:
+        part = gl.arange(0, BLOCK_N, gl.SliceLayout(1, gl.SliceLayout(0, product)))
+        output = first + part % SPAN
+        bias_ptrs = bias_ptr + output + (part // SPAN) * OUTPUTS
+        bias = gl.load(bias_ptrs, mask=output < OUTPUTS, other=0.0).to(gl.float32)
     row = along(2, BLOCK_M, x_layout)
     live = row < num_rows
     x_ptrs = x_ptr + row * (x_stride * X_UNIT)
@@ -69,6 +74,8 @@ def few_rows_kernel(
             weights = weights + (later,)
         y = mma_v2(weights[step], x, y)
     y = gl.sum(y, axis=0)
+    if bias_ptr is not None:
+        y += gl.expand_dims(bias, 1)
 
     if GATED:  # gate and up are rounded, as where they pass between kernels
         halves = gl.reshape(y.to(dtype).to(gl.float32), [2, SPAN, BLOCK_M])

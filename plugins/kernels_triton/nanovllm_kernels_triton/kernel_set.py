@@ -177,9 +177,9 @@ class TritonKernels(
         out_TX: Tensor | None = None,
     ) -> Tensor:
         plan = self._choose(x_TE, weight_XE)
-        if plan is None or bias_X is not None:
+        if plan is None:
             return super().linear(x_TE, weight_XE, bias_X, out_TX)
-        return self._linears.run(plan, x_TE, weight_XE, out_TN=out_TX)
+        return self._linears.run(plan, x_TE, weight_XE, bias_N=bias_X, out_TN=out_TX)
 
     def norm_linear(
         self,
@@ -192,9 +192,9 @@ class TritonKernels(
         plan = self._choose(x_TE, weight_XE)
         if len(x_TE) == 1 and weight_XE.data_ptr() in self._announced:
             plan = behind_experts(plan)
-        if plan is None or bias_X is not None:
+        if plan is None:
             return linear(self.rms_norm(x_TE, norm_weight_E, eps), weight_XE, bias_X)
-        return self._after_norm(plan, x_TE, norm_weight_E, eps, weight_XE, gated=False)
+        return self._after_norm(plan, x_TE, norm_weight_E, eps, weight_XE, bias_X, gated=False)
 
     def norm_gate_up(
         self,
@@ -205,15 +205,15 @@ class TritonKernels(
         bias_2F: Tensor | None = None,
     ) -> Tensor:
         plan = self._choose(x_TE, weight_2FE, gated=True)
-        if plan is None or bias_2F is not None:
+        if plan is None:
             normed_TE = self.rms_norm(x_TE, norm_weight_E, eps)
             return self.silu_and_mul(linear(normed_TE, weight_2FE, bias_2F))
-        return self._after_norm(plan, x_TE, norm_weight_E, eps, weight_2FE, gated=True)
+        return self._after_norm(plan, x_TE, norm_weight_E, eps, weight_2FE, bias_2F, gated=True)
 
     def gate_up(self, x_TE: Tensor, weight_2FE: Tensor, bias_2F: Tensor | None = None) -> Tensor:
         plan = self._choose(x_TE, weight_2FE, gated=True)
-        if plan is not None and not isinstance(plan, VectorPlan) and bias_2F is None:
-            return self._linears.run(plan, x_TE, weight_2FE, gated=True)
+        if plan is not None and not isinstance(plan, VectorPlan):
+            return self._linears.run(plan, x_TE, weight_2FE, gated=True, bias_N=bias_2F)
         return self.silu_and_mul(self.linear(x_TE, weight_2FE, bias_2F))
 
     def linear_add(
@@ -224,10 +224,9 @@ class TritonKernels(
         bias_E: Tensor | None = None,
     ) -> Tensor:
         plan = self._choose(x_TF, weight_EF)
-        if plan is None:
-            residual_TE.addmm_(x_TF, weight_EF.t())
-        else:
-            self._linears.run(plan, x_TF, weight_EF, residual_TN=residual_TE)
+        if plan is not None:
+            return self._linears.run(plan, x_TF, weight_EF, bias_N=bias_E, residual_TN=residual_TE)
+        residual_TE.addmm_(x_TF, weight_EF.t())
         return residual_TE if bias_E is None else residual_TE.add_(bias_E)
 
     def linear_add_norm(
@@ -386,12 +385,13 @@ class TritonKernels(
 
     def _after_norm(
         self, plan: LinearPlan, x_TE: Tensor, norm_weight_E: Tensor, eps: float,
-        weight_XE: Tensor, *, gated: bool,
+        weight_XE: Tensor, bias_X: Tensor | None, *, gated: bool,
     ) -> Tensor:  # fmt: skip
         """The product of the normed x: a vector program norms its rows itself."""
         if isinstance(plan, VectorPlan):
             return self._linears.run(
-                plan, x_TE, weight_XE, norm_weight_K=norm_weight_E, eps=eps, gated=gated
-            )
+                plan, x_TE, weight_XE, norm_weight_K=norm_weight_E, eps=eps, gated=gated,
+                bias_N=bias_X,
+            )  # fmt: skip
         x_TE = self.rms_norm(x_TE, norm_weight_E, eps)
-        return self._linears.run(plan, x_TE, weight_XE, gated=gated)
+        return self._linears.run(plan, x_TE, weight_XE, gated=gated, bias_N=bias_X)

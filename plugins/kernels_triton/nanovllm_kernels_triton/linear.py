@@ -1,13 +1,14 @@
 """Matrix products for few rows, where the time is that of streaming the weight once.
 
-Two kernels, each with an optional residual sum or gated activation behind the product.
+Two kernels, each with an optional bias, and residual sum or gated activation, behind the product.
 `vector_linear_kernel` holds whole weight rows in registers, and norms its rows itself where asked:
 right for one row or two. `tile_linear_kernel` runs on the tensor cores, with the wider of the tile
 and x as the first operand: right for up to 64 rows. Between the two is `few_rows_kernel`, in Gluon.
 Which is used where is `linear_choice`'s decision.
 
-Shapes: x [rows, INPUTS], weight [OUTPUTS, INPUTS]; GATED: weight [2·OUTPUTS, INPUTS], the gate's
-rows first. BLOCK_N counts weight rows: a gated program holds as many of the gate as of up.
+Shapes: x [rows, INPUTS], weight [OUTPUTS, INPUTS], bias [OUTPUTS]; GATED: weight and bias of
+2·OUTPUTS rows, the gate's first. BLOCK_N counts weight rows: a gated program holds as many of the
+gate as of up. A bias is added before the one rounding.
 
 DEPENDENT: see `nanovllm_core.kernels.launch_options`.
 """
@@ -38,7 +39,7 @@ LARGE_BYTES = tl.constexpr(2**24)
 
 @triton.jit
 def vector_linear_kernel(
-    x_ptr, norm_weight_ptr, weight_ptr, out_ptr, x_stride, out_stride,
+    x_ptr, norm_weight_ptr, weight_ptr, bias_ptr, out_ptr, x_stride, out_stride,
     EPS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, REST: tl.constexpr,
@@ -63,6 +64,8 @@ def vector_linear_kernel(
         norm_weight = _part_of(norm_weight_ptr, 0, BLOCK_K, INPUTS)
         if REST > 0:
             norm_weight_rest = _part_of(norm_weight_ptr, BLOCK_K, REST, INPUTS)
+    if bias_ptr is not None:
+        bias = _bias_of(bias_ptr, BLOCK_N, OUTPUTS, GATED)
     tl.debug_barrier()  # or the compiler would put off loads until others have been used
     if DEPENDENT:
         gdc_wait()
@@ -86,6 +89,8 @@ def vector_linear_kernel(
         if REST > 0:
             products = weight_rest.to(tl.float32) * x_rest.to(tl.float32)[None, :]
             y += tl.sum(products, axis=1, keep_dims=True)
+        if bias_ptr is not None:
+            y += bias[:, None]
         if ADD:
             y += residual.to(tl.float32)
         _store(out_ptrs, y, mask, GATED)
@@ -93,7 +98,7 @@ def vector_linear_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def tile_linear_kernel(
-    x_ptr, weight_ptr, out_ptr, partial_ptr, tickets_ptr,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, partial_ptr, tickets_ptr,
     num_rows, x_stride, out_stride,
     X_UNIT: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -107,13 +112,16 @@ def tile_linear_kernel(
     With SPLITS > 1, the last program of a tile to finish sums all parts in the order of the inputs,
     whoever is last, so that equal inputs give equal bits. `tickets_ptr` int32 [tiles] counts
     finished parts; zero before, zero after. Without tickets the parts are what is asked for:
-    `partial_ptr` [SPLITS, num_rows, OUTPUTS] float32, and `out_ptr` is not written.
+    `partial_ptr` [SPLITS, num_rows, OUTPUTS] float32, without the bias, and `out_ptr` is not
+    written.
     """
     STEPS: tl.constexpr = (INPUTS + BLOCK_K - 1) // BLOCK_K
     ROWS_FIRST: tl.constexpr = BLOCK_M > BLOCK_N  # Hopper's wide product takes a first one of 64
     first = tl.program_id(1) * STEPS // SPLITS
     end = (tl.program_id(1) + 1) * STEPS // SPLITS
     weight_ptrs, exists = _weight_rows(weight_ptr, BLOCK_N, OUTPUTS, INPUTS, GATED)
+    if bias_ptr is not None:
+        bias = _bias_of(bias_ptr, BLOCK_N, OUTPUTS, GATED)
     if DEPENDENT:
         gdc_wait()
     rows = tl.arange(0, BLOCK_M)
@@ -141,6 +149,8 @@ def tile_linear_kernel(
         y = tl.trans(y)
 
     if SPLITS == 1:
+        if bias_ptr is not None:
+            y += bias[:, None]
         if ADD:
             y += residual.to(tl.float32)
         _store(out_ptrs, y, out_mask, GATED)
@@ -158,6 +168,8 @@ def tile_linear_kernel(
             y = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             for part in tl.static_range(SPLITS):
                 y += tl.load(part_ptrs + part * BLOCK_N * BLOCK_M, cache_modifier=".cg")
+            if bias_ptr is not None:
+                y += bias[:, None]
             if ADD:
                 y += residual.to(tl.float32)
             _store(out_ptrs, y, out_mask, GATED)
@@ -175,6 +187,16 @@ def _weight_rows(
     offset = (index % SPAN) * INPUTS + (index // SPAN) * (OUTPUTS * INPUTS)
     first = tl.program_id(0) * SPAN
     return weight_ptr + first.to(tl.int64) * INPUTS + offset, first + index % SPAN < OUTPUTS
+
+
+@triton.jit
+def _bias_of(bias_ptr, BLOCK_N: tl.constexpr, OUTPUTS: tl.constexpr, GATED: tl.constexpr):
+    """What is added to this program's outputs, float32 [BLOCK_N]."""
+    index = tl.arange(0, BLOCK_N)
+    SPAN: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    output = tl.program_id(0) * SPAN + index % SPAN
+    ptrs = bias_ptr + output + (index // SPAN) * OUTPUTS
+    return tl.load(ptrs, mask=output < OUTPUTS, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -266,6 +288,7 @@ class LinearLauncher:
         norm_weight_K: Tensor | None = None,
         eps: float = 0.0,
         gated: bool = False,
+        bias_N: Tensor | None = None,
         residual_TN: Tensor | None = None,
         out_TN: Tensor | None = None,
     ) -> Tensor:
@@ -282,7 +305,7 @@ class LinearLauncher:
         if isinstance(plan, VectorPlan):
             padded = next_power_of_2(weight_NK.shape[1])
             vector_linear_kernel[(tiles,)](
-                x_TK, norm_weight_K, weight_NK, out, x_TK.stride(0), out.stride(0),
+                x_TK, norm_weight_K, weight_NK, bias_N, out, x_TK.stride(0), out.stride(0),
                 EPS=eps,
                 ROWS=x_TK.shape[0],
                 OUTPUTS=outputs,
@@ -298,10 +321,10 @@ class LinearLauncher:
             raise ValueError(f"a {type(plan).__name__} takes rows that are normed already")
         if isinstance(plan, FewRowsPlan):
             options = launch_options(self.dependent_launch)
-            run_few_rows(plan, x_TK, weight_NK, out, **kind, **options)
+            run_few_rows(plan, x_TK, weight_NK, bias_N, out, **kind, **options)
         else:
             buffers = self._split_buffers(plan, tiles, _block_m(x_TK), out)
-            self._launch_tiles(plan, tiles, x_TK, weight_NK, out, outputs, buffers, kind)
+            self._launch_tiles(plan, tiles, x_TK, weight_NK, bias_N, out, outputs, buffers, kind)
         return out
 
     def run_parts(self, plan: TilePlan, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
@@ -310,19 +333,20 @@ class LinearLauncher:
         parts_STN = x_TK.new_empty((plan.splits, len(x_TK), outputs), dtype=torch.float32)
         tiles = cdiv(outputs, plan.block_n)
         self._launch_tiles(
-            plan, tiles, x_TK, weight_NK, x_TK, outputs, (parts_STN, None),
+            plan, tiles, x_TK, weight_NK, None, x_TK, outputs, (parts_STN, None),
             {"GATED": False, "ADD": False},
         )  # fmt: skip
         return parts_STN
 
     def _launch_tiles(
-        self, plan: TilePlan, tiles: int, x_TK: Tensor, weight_NK: Tensor, out: Tensor,
-        outputs: int, buffers: tuple[Tensor | None, Tensor | None], kind: dict[str, bool],
+        self, plan: TilePlan, tiles: int, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None,
+        out: Tensor, outputs: int, buffers: tuple[Tensor | None, Tensor | None],
+        kind: dict[str, bool],
     ) -> None:  # fmt: skip
         """See `tile_linear_kernel`; without tickets `out` is not written, and may be any tensor."""
         x_units, x_unit = in_units(x_TK.stride(0))
         tile_linear_kernel[(tiles, plan.splits)](
-            x_TK, weight_NK, out, *buffers,
+            x_TK, weight_NK, bias_N, out, *buffers,
             x_TK.shape[0], x_units, out.stride(0),
             X_UNIT=x_unit,
             OUTPUTS=outputs,

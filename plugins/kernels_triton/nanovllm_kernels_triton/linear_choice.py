@@ -18,8 +18,8 @@ beside cuBLAS; its tables, measured on H200s, are what the numbers below are set
 
 Rows of a weight of more than MAX_VECTOR_BYTES take the line below; so does float32 from 3 rows on.
 
-These kernels add no bias: a product with one takes the last line, whatever its rows. One that is
-added to the residual takes its line, and the bias a kernel of its own behind it.
+A bias changes nothing here: these kernels add it, and so does cuBLAS, but to a product that it adds
+to the residual, whose bias is a kernel of its own.
 """
 
 from __future__ import annotations

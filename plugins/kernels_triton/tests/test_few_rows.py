@@ -114,12 +114,13 @@ def test_it_needs_dependent_launch_and_a_known_triton(monkeypatch: pytest.Monkey
 def test_a_product_of_few_rows_equals_its_reference(
     rows: int, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    """Plain, into float32, behind a norm, gated, and into a residual; rows of x have gaps."""
+    """Plain, into float32, behind a norm, gated, and into a residual, and all but the second with a
+    bias; rows of x have gaps."""
     outputs, inputs = shape
     x = random(rows, 2 * inputs, dtype=dtype, seed=0)[:, :inputs]
     weight = random(outputs, inputs, dtype=dtype, seed=1) * inputs**-0.5
     norm = random(inputs, dtype=dtype, seed=2)
-    residual = random(rows, outputs, dtype=dtype, seed=3)
+    residual, bias = (random(*n, outputs, dtype=dtype, seed=3) for n in ((rows,), ()))
     results = []
     for kernels in (told_set(), TorchKernels()):
         exact = torch.empty(rows, outputs, dtype=torch.float32, device=CUDA)
@@ -130,6 +131,10 @@ def test_a_product_of_few_rows_equals_its_reference(
                 kernels.norm_linear(x, norm, EPS, weight),
                 kernels.norm_gate_up(x, norm, EPS, weight),
                 kernels.linear_add(x, weight, residual.clone()),
+                kernels.linear(x, weight, bias),
+                kernels.norm_linear(x, norm, EPS, weight, bias),
+                kernels.norm_gate_up(x, norm, EPS, weight, bias),
+                kernels.linear_add(x, weight, residual.clone(), bias),
             )
         )
     ours, reference = results

@@ -45,6 +45,7 @@ LARGE = {  # of 1.7B, 8B, 14B, 30B-A3B and 32B, and rows of 8 numbers more than 
     "32b-down": (5120, 25600, "add"),
     "odd": (1544, 1544, "plain"),
 }
+BIASED = {"qwen2.5-1.5b-qkv": (2048, 1536, "biased")}
 HEADS = {  # the second has nearly as many weights as the kernels can count
     "head": (151936, 1024, "plain"),
     "long-head": (131071, 16384, "plain"),
@@ -55,13 +56,14 @@ def linear_job(
     name: str, rows: int, *, dependent: bool = False, dtype: str = "bf16", capability: int = 90
 ) -> AotJob:
     """The kernel that is chosen for a product, as the launcher calls it."""
-    weight_rows, inputs, kind = (PRODUCTS | LARGE | ROUTERS | HEADS)[name]
+    weight_rows, inputs, kind = (PRODUCTS | LARGE | BIASED | ROUTERS | HEADS)[name]
     types = {"bf16": torch.bfloat16, "fp32": torch.float32}
     rule = choose_gated if kind == "gated" else choose
     plan = rule(rows, weight_rows, inputs, types[dtype])
     pointers = dict.fromkeys(("x_ptr", "norm_weight_ptr", "weight_ptr", "out_ptr"), f"*{dtype}:16")
     signature = {**pointers, "x_stride": "i32:16", "out_stride": "i32:16"}
     constexprs: dict[str, int | float | bool | None] = {
+        "bias_ptr": None,
         "EPS": 1e-6,
         "OUTPUTS": weight_rows // 2 if kind == "gated" else weight_rows,
         "INPUTS": inputs,
@@ -71,6 +73,9 @@ def linear_job(
     }
     if kind == "router":
         signature["out_ptr"] = "*fp32:16"
+    if kind == "biased":
+        del constexprs["bias_ptr"]
+        signature["bias_ptr"] = f"*{dtype}:16"
     if kind in ("add", "router", "plain"):
         del signature["norm_weight_ptr"]
         constexprs["norm_weight_ptr"] = None
@@ -114,7 +119,7 @@ def parts_job(name: str, rows: int) -> AotJob:
 
 def few_rows_job(name: str, *, capability: int = 90) -> AotJob:
     """The kernel in Gluon, as it is launched for two to eight rows."""
-    weight_rows, inputs, kind = (PRODUCTS | LARGE)[name]
+    weight_rows, inputs, kind = (PRODUCTS | LARGE | BIASED)[name]
     gated = kind == "gated"
     plan = choose_few_rows(4, weight_rows, inputs, torch.bfloat16, gated=gated)
     assert plan is not None
@@ -123,6 +128,7 @@ def few_rows_job(name: str, *, capability: int = 90) -> AotJob:
     signature |= {"num_rows": "i32", "x_stride": "i32" if units % 16 else "i32:16"}
     signature["out_stride"] = "i32:16"
     constexprs: dict[str, int | float | bool | None] = {
+        "bias_ptr": None,
         "X_UNIT": unit,
         "OUTPUTS": weight_rows // 2 if gated else weight_rows,
         "INPUTS": inputs,
@@ -133,6 +139,9 @@ def few_rows_job(name: str, *, capability: int = 90) -> AotJob:
         "BLOCK_K": plan.block_k,
         "HELD": plan.held,
     }
+    if kind == "biased":
+        del constexprs["bias_ptr"]
+        signature["bias_ptr"] = "*bf16:16"
     kernel = "nanovllm_kernels_triton.few_rows_kernel:few_rows_kernel"
     job = AotJob(kernel=kernel, signature=signature, constexprs=constexprs)
     return replace(job, num_warps=plan.num_warps, capability=capability)
@@ -148,7 +157,7 @@ def job_behind_experts(outputs: int, inputs: int) -> AotJob:
     return replace(job, constexprs=constexprs, num_warps=plan.num_warps)
 
 
-FEW = (*PRODUCTS, "1.7b-gate_up", "8b-qkv", "30b-a3b-o_proj", "odd")
+FEW = (*PRODUCTS, *BIASED, "1.7b-gate_up", "8b-qkv", "30b-a3b-o_proj", "odd")
 WIDE = ("gate_up", "1.7b-gate_up", "32b-gate_up")
 """Each of another plan, at 65 to 128 rows."""
 JOBS = {
@@ -169,6 +178,9 @@ JOBS = {
     **{f"tile-{name}-dependent": linear_job(name, 16, dependent=True) for name in LARGE},
     **{f"tile-{name}-64-dependent": linear_job(name, 64, dependent=True) for name in LARGE},
     **{f"few-{name}-dependent": few_rows_job(name) for name in FEW},
+    **{f"vector-{name}-dependent": linear_job(name, 1, dependent=True) for name in BIASED},
+    **{f"tile-{name}-dependent": linear_job(name, 16, dependent=True) for name in BIASED},
+    **{f"tile-{name}-64-dependent": linear_job(name, 64, dependent=True) for name in BIASED},
     "vector-behind-experts-30b-a3b": job_behind_experts(5120, 2048),
     **{f"vector-{name}": linear_job(name, 1) for name in HEADS},
     **{f"tile-{name}-64": linear_job(name, 64) for name in HEADS},

@@ -68,31 +68,37 @@ def problem(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> tuple[T
 def test_a_product_equals_its_reference(
     plan: LinearPlan, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
-    """Plain, behind a norm, gated behind a norm, and into a residual."""
+    """Plain, behind a norm, gated behind a norm, and into a residual; each with a bias too."""
     x, norm_weight, weight, residual = problem(*shape, dtype)
+    bias = random(len(weight), dtype=dtype, seed=4)
     launcher, torch_kernels = LinearLauncher(), TorchKernels()
     norm: dict[str, Any] = {"norm_weight_K": norm_weight, "eps": EPS}
     normed = x
     if isinstance(plan, TilePlan):
         norm, normed = {}, torch_kernels.rms_norm(x, norm_weight, EPS)
-    results = {
-        "plain": (launcher.run(plan, x, weight), torch_kernels.linear(x, weight)),
-        "norm": (
-            launcher.run(plan, normed, weight, **norm),
-            torch_kernels.norm_linear(x, norm_weight, EPS, weight),
-        ),
-        "gated": (
-            launcher.run(plan, normed, weight, **norm, gated=True),
-            torch_kernels.norm_gate_up(x, norm_weight, EPS, weight),
-        ),
-        "residual": (
-            launcher.run(plan, x, weight, residual_TN=residual.clone()),
-            torch_kernels.linear_add(x, weight, residual.clone()),
-        ),
-    }
-    for actual, expected in results.values():
-        assert actual.dtype == dtype
-        assert_close_report(actual, expected, rel_norm=REL_NORM[dtype])
+    for one in (None, bias):
+        options: dict[str, Any] = {"bias_N": one}
+        results = {
+            "plain": (
+                launcher.run(plan, x, weight, **options),
+                torch_kernels.linear(x, weight, one),
+            ),
+            "norm": (
+                launcher.run(plan, normed, weight, **norm, **options),
+                torch_kernels.norm_linear(x, norm_weight, EPS, weight, one),
+            ),
+            "gated": (
+                launcher.run(plan, normed, weight, **norm, **options, gated=True),
+                torch_kernels.norm_gate_up(x, norm_weight, EPS, weight, one),
+            ),
+            "residual": (
+                launcher.run(plan, x, weight, **options, residual_TN=residual.clone()),
+                torch_kernels.linear_add(x, weight, residual.clone(), one),
+            ),
+        }
+        for actual, expected in results.values():
+            assert actual.dtype == dtype
+            assert_close_report(actual, expected, rel_norm=REL_NORM[dtype])
 
 
 @pytest.mark.parametrize("rows", [1, 3, TILE_ROWS + 1])
@@ -101,7 +107,7 @@ def test_a_product_equals_its_reference(
 def test_the_kernel_set_equals_the_reference_whatever_it_chooses(
     rows: int, biased: bool, dtype: torch.dtype
 ) -> None:
-    """Its own kernel for few rows, torch's product for more rows and for a bias."""
+    """Its own kernel for few rows, torch's product for more rows."""
     x, norm_weight, weight, residual = problem(rows, 48, 256, dtype)
     out, bias = torch.full_like(residual, float("nan")), random(48, dtype=dtype, seed=4)
     if not biased:
@@ -162,8 +168,8 @@ class Launched(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("rows", [1, 4, TILE_ROWS + 1])
-def test_a_bias_is_a_launch_of_its_own_behind_a_residual_alone(rows: int) -> None:
-    """At any number of rows cuBLAS adds it in the product."""
+def test_a_bias_is_a_launch_of_its_own_behind_a_residual_of_many_rows_alone(rows: int) -> None:
+    """Kernels of few rows add it, and so does cuBLAS, but to a product that it adds to another."""
     x, bias, weight, residual = problem(rows, 256, 256, torch.float16)
     kernels, out = TritonKernels(), torch.empty_like(residual)
     for product in (
@@ -174,10 +180,10 @@ def test_a_bias_is_a_launch_of_its_own_behind_a_residual_alone(rows: int) -> Non
     ):
         with Launched() as launched:
             product()
-        assert launched.names == ["addmm"]
+        assert launched.names == ["addmm"] * (rows > TILE_ROWS)
     with Launched() as launched:
         kernels.linear_add(x, weight, residual, bias)
-    assert launched.names == (["add_"] if rows <= TILE_ROWS else ["addmm_", "add_"])
+    assert launched.names == ["addmm_", "add_"] * (rows > TILE_ROWS)
 
 
 @pytest.mark.parametrize("rows", [3, 17, TILE_ROWS, WIDE_ROWS])
