@@ -78,5 +78,5 @@ def _kind(layer: Layer) -> Literal["linear", "add", "add_norm", "gate_up"]:
     if isinstance(layer, MergedColumnParallelLinear):
         return "gate_up"
     if isinstance(layer, RowParallelLinear) and layer.context.tp.size == 1:
-        return "add" if layer.sum.norm is None else "add_norm"
+        return "add" if layer.sum.norm is None or layer.bias is not None else "add_norm"
     return "linear"

@@ -42,8 +42,8 @@ def found(*layers: torch.nn.Module) -> list[tuple[str, tuple[int, ...], tuple[in
 def test_each_kind_and_shape_of_a_model_is_a_product_once() -> None:
     """The head has a row for each entry, q, k, v one for each token, other layers either.
 
-    What has a bias goes another way, unless it is added, and a tied head has its embedding's
-    weight.
+    For what has a bias a library has another kernel, unless it is added to the residual, where sets
+    may decline to norm it. A tied head has its embedding's weight.
     """
     one = context()
     entries, tokens, both = (1, 16, 96), (1, 96, 136), (1, 16, 96, 136)
@@ -59,16 +59,18 @@ def test_each_kind_and_shape_of_a_model_is_a_product_once() -> None:
     ]
     head = ParallelLMHead(one, 1000, 32, tied_to=embedding)
     biased = ColumnParallelLinear(one, 32, 56, bias=True), RowParallelLinear(one, 56, 32, bias=True)
-    announced = RowParallelLinear(one, 64, 32)
-    announced.sum.norm = RMSNorm(one, 32, 1e-6)
+    announced = RowParallelLinear(one, 64, 32), RowParallelLinear(one, 72, 32, bias=True)
+    for layer in announced:
+        layer.sum.norm = RMSNorm(one, 32, 1e-6)
     qkv = QKVParallelLinear(one, 32, 4, 2, 8)
-    assert found(embedding, *layers, head, *biased, announced, qkv) == [
+    assert found(embedding, *layers, head, *biased, *announced, qkv) == [
         ("linear", (1000, 32), entries),
         ("linear", (48, 32), both),
         ("add", (32, 48), both),
         ("gate_up", (128, 32), both),
         ("add", (32, 56), both),
         ("add_norm", (32, 64), both),
+        ("add", (32, 72), both),
         ("linear", (64, 32), tokens),
     ]
 

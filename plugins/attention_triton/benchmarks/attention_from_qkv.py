@@ -5,11 +5,11 @@
 
 A graph holds one plan and several layers: the product that makes q, k, v, attention, and the
 product behind it, each layer over weights and a cache of its own, more of them than the L2 holds,
-with dependent launch as in an engine. It prints µs per layer beyond those of the products alone:
-preparation and decode as two kernels, and as one, each with the products that an engine has beside
-it. Needs nanovllm-kernels-triton. Outputs of the two are compared before either is timed.
-`--tunings` times candidates of the constants for one row in one kernel instead, in steps whose
-grids are those of an engine for long contexts.
+with dependent launch as in an engine. It prints µs per layer beyond those of the products alone,
+without the kernel of few rows: preparation and decode as two kernels, and as one, with the products
+of an engine, whose difference counts. Needs nanovllm-kernels-triton. Outputs of the two are
+compared before either is timed. `--tunings` times candidates of the constants for one row in one
+kernel instead, in steps whose grids are those of an engine for long contexts.
 """
 
 from __future__ import annotations

@@ -292,9 +292,10 @@ class LinearLauncher:
         residual_TN: Tensor | None = None,
         out_TN: Tensor | None = None,
     ) -> Tensor:
-        """x W^T -> `out_TN`, or `residual_TN` (which is overwritten by the sum), or a new tensor.
+        """x W^T + b into `out_TN`, or `residual_TN`, which the sum overwrites, or a new tensor.
 
-        The weight is contiguous and on x's device; a plan is for the rows that `choose` was told.
+        Weight and bias are contiguous and on x's device; a plan is for the rows that `choose` was
+        told.
         """
         outputs = weight_NK.shape[0] // 2 if gated else weight_NK.shape[0]
         out = out_TN if residual_TN is None else residual_TN

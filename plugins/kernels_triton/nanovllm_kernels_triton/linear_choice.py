@@ -18,8 +18,8 @@ beside cuBLAS; its tables, measured on H200s, are what the numbers below are set
 
 Rows of a weight of more than MAX_VECTOR_BYTES take the line below; so does float32 from 3 rows on.
 
-A bias changes nothing here: these kernels add it, and so does cuBLAS, but to a product that it adds
-to the residual, whose bias is a kernel of its own.
+A bias changes nothing here, but that no norm sums the parts of its product. These kernels add it;
+cuBLAS leaves that of a product that it adds to the residual to a kernel of its own.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def consumers(dependent_launch: bool, rows: int) -> dict[str, tuple[Tensor, Call
     kernels = TritonKernels(dependent_launch=dependent_launch, few_rows=has_few_rows_kernel(CUDA))
     kernels.announce_prepared_decode(rows if rows > 2 else 0)
     options = launch_options(dependent_launch)
-    norm_weight, prep = random(SIZE, seed=1), qk_prep()
+    norm_weight, bias, prep = random(SIZE, seed=1), random(SIZE, seed=17), qk_prep()
     square, pair = random(SIZE, SIZE, seed=2) / 32, random(6 * SIZE, SIZE, seed=3) / 32
     positions = torch.arange(rows, dtype=torch.int32, device=CUDA)
     slots = torch.arange(rows, dtype=torch.int64, device=CUDA)
@@ -133,6 +133,18 @@ def consumers(dependent_launch: bool, rows: int) -> dict[str, tuple[Tensor, Call
         "norm_gate_up": (x, lambda x: kernels.norm_gate_up(x, norm_weight, 1e-6, pair)),
         "linear_add to a late residual": (x, lambda x: kernels.linear_add(known, square, x)),
         "linear": (x, lambda x: kernels.linear(x, square)),
+        "norm_linear with a bias": (
+            x,
+            lambda x: kernels.norm_linear(x, norm_weight, 1e-6, square, bias),
+        ),
+        "norm_gate_up with a bias": (
+            x,
+            lambda x: kernels.norm_gate_up(x, norm_weight, 1e-6, pair, pair[:, 0].contiguous()),
+        ),
+        "linear_add with a bias to a late residual": (
+            x,
+            lambda x: kernels.linear_add(known, square, x, bias),
+        ),
         "linear_add_norm": (wide, linear_add_norm),
         "prepare_qkv": (qkv, prepare),
         "norm_route": (x, norm_route),
@@ -170,6 +182,9 @@ def qk_prep() -> QKPrep:
         "norm_gate_up",
         "linear_add to a late residual",
         "linear",
+        "norm_linear with a bias",
+        "norm_gate_up with a bias",
+        "linear_add with a bias to a late residual",
         "linear_add_norm",
         "prepare_qkv",
         "linear_per_head",

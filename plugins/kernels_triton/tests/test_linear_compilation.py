@@ -45,7 +45,11 @@ LARGE = {  # of 1.7B, 8B, 14B, 30B-A3B and 32B, and rows of 8 numbers more than 
     "32b-down": (5120, 25600, "add"),
     "odd": (1544, 1544, "plain"),
 }
-BIASED = {"qwen2.5-1.5b-qkv": (2048, 1536, "biased")}
+BIASED = {  # at the widths of Qwen2.5-1.5B
+    "biased-qkv": (2048, 1536, "norm"),
+    "biased-gate_up": (17920, 1536, "gated"),
+    "biased-o_proj": (1536, 1536, "add"),
+}
 HEADS = {  # the second has nearly as many weights as the kernels can count
     "head": (151936, 1024, "plain"),
     "long-head": (131071, 16384, "plain"),
@@ -73,7 +77,7 @@ def linear_job(
     }
     if kind == "router":
         signature["out_ptr"] = "*fp32:16"
-    if kind == "biased":
+    if name in BIASED:
         del constexprs["bias_ptr"]
         signature["bias_ptr"] = f"*{dtype}:16"
     if kind in ("add", "router", "plain"):
@@ -139,7 +143,7 @@ def few_rows_job(name: str, *, capability: int = 90) -> AotJob:
         "BLOCK_K": plan.block_k,
         "HELD": plan.held,
     }
-    if kind == "biased":
+    if name in BIASED:
         del constexprs["bias_ptr"]
         signature["bias_ptr"] = "*bf16:16"
     kernel = "nanovllm_kernels_triton.few_rows_kernel:few_rows_kernel"

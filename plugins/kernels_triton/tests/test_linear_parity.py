@@ -131,17 +131,18 @@ def test_the_kernel_set_equals_the_reference_whatever_it_chooses(
 @pytest.mark.parametrize("rows", [TILE_ROWS + 1, WIDE_ROWS])
 @pytest.mark.parametrize("tiles", [67, 133])
 def test_gate_and_up_of_more_rows_equal_their_reference(rows: int, tiles: int) -> None:
-    """By tiles with the activation inside, the last of which is not full."""
+    """By tiles with the activation inside, the last of which is not full; with and without bias."""
     x, norm_weight, weight, _ = problem(rows, tiles * 64 - 16, 40, torch.float16)
     assert choose_gated(rows, *weight.shape, torch.float16) is not None
+    bias = random(len(weight), dtype=torch.float16, seed=4)
     with Launched() as launched:
         actual = TritonKernels().gate_up(x, weight)
-        behind_norm = TritonKernels().norm_gate_up(x, norm_weight, EPS, weight)
+        behind_norm = TritonKernels().norm_gate_up(x, norm_weight, EPS, weight, bias)
     assert launched.names == []
     reference = TorchKernels()
     expected = reference.silu_and_mul(reference.linear(x, weight))
     assert_close_report(actual, expected, rel_norm=1e-3)
-    expected = reference.norm_gate_up(x, norm_weight, EPS, weight)
+    expected = reference.norm_gate_up(x, norm_weight, EPS, weight, bias)
     assert_close_report(behind_norm, expected, rel_norm=1e-3)
 
 
@@ -177,6 +178,7 @@ def test_a_bias_is_a_launch_of_its_own_behind_a_residual_of_many_rows_alone(rows
         lambda: kernels.linear(x, weight, bias, out),
         lambda: kernels.norm_linear(x, bias, EPS, weight, bias),
         lambda: kernels.norm_gate_up(x, bias, EPS, weight, bias),
+        lambda: kernels.gate_up(x, weight, bias),
     ):
         with Launched() as launched:
             product()
@@ -208,7 +210,7 @@ def test_parts_that_the_norm_sums_have_the_bits_of_those_that_tickets_sum(
     assert_close_report(result[1], normed, rel_norm=REL_NORM[torch.float16])
 
 
-def test_a_product_of_one_part_is_left_to_two_kernels() -> None:
+def test_other_products_than_of_several_parts_are_left_to_two_kernels() -> None:
     """Of one row, of more than a tile's, of few inputs, in float32, and with a bias."""
     half = torch.float16
     for rows, inputs, dtype, biased in (
