@@ -210,7 +210,7 @@ def test_parts_that_the_norm_sums_have_the_bits_of_those_that_tickets_sum(
     assert_close_report(result[1], normed, rel_norm=REL_NORM[torch.float16])
 
 
-def test_other_products_than_of_several_parts_are_left_to_two_kernels() -> None:
+def test_a_product_of_one_part_or_with_a_bias_is_left_to_two_kernels() -> None:
     """Of one row, of more than a tile's, of few inputs, in float32, and with a bias."""
     half = torch.float16
     for rows, inputs, dtype, biased in (
