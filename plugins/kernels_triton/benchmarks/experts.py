@@ -1,13 +1,14 @@
 """Mixtures of experts at the shapes of models: routing and experts beside the weights' stream.
 
     python plugins/kernels_triton/benchmarks/experts.py [--models 30B-A3B] [--tokens 1 256] \
-        [--plans] [--out experts.json]
+        [--spread 0.6] [--plans] [--out experts.json]
 
 In bfloat16, with dependent launch, inside CUDA graphs; each call has the weights of another layer
 and other experts, so that the L2 cache does not hold them. Each result is compared with float64
 before it is timed, beside the torch reference's error. The floor is the time to stream the weights
 of the experts that were touched, and x and the result, or to multiply. `--plans` times candidates
-of each product alone. A minute on one H200, two with `--plans`.
+of each product alone. `--spread` makes some experts likelier than others. A minute on one H200,
+two with `--plans`.
 """
 
 from __future__ import annotations
@@ -85,14 +86,19 @@ MODELS = {
 class Case:
     """One model's mixture at one number of tokens: CALLS inputs and routes."""
 
-    def __init__(self, model: Model, tokens: int, weights: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(
+        self, model: Model, tokens: int, weights: Sequence[tuple[Tensor, Tensor]], spread: float
+    ) -> None:
         self.model, self.tokens, self.weights = model, tokens, weights
         self.kernels = TritonKernels(dependent_launch=True)
         self.x = torch.randn(tokens, model.hidden, device=DEVICE).to(DTYPE)
-        self.logits = [
-            torch.randn(tokens, model.num_experts, device=DEVICE).to(DTYPE) for _ in range(CALLS)
-        ]
+        self.logits = [self._logits(spread) for _ in range(CALLS)]
         self.routes = [TorchKernels().route(logits, model.routing) for logits in self.logits]
+
+    def _logits(self, spread: float) -> Tensor:
+        """Normal numbers, on others of the deviation `spread` that all tokens share."""
+        own = torch.randn(self.tokens, self.model.num_experts, device=DEVICE)
+        return (own + spread * torch.randn(self.model.num_experts, device=DEVICE)).to(DTYPE)
 
     @property
     def plan(self) -> ExpertsPlan:
@@ -235,7 +241,7 @@ def few_candidates(chosen: FewExperts) -> Iterator[FewExperts]:
 def grouped_candidates(block_m: int) -> Iterator[GroupedPlan]:
     """Tiles by pointers and by descriptors; see `GroupedPlan.described`."""
     of_height: dict[int, list[tuple[int, int, int, int, int]]] = {
-        64: [(128, 64, 4, 4, 2), (256, 64, 8, 4, 1)],
+        64: [(128, 128, 8, 4, 1), (128, 64, 4, 4, 2), (256, 64, 8, 4, 1)],
         128: [(256, 64, 8, 3, 1), (256, 64, 8, 4, 1), (256, 128, 8, 2, 1), (128, 64, 4, 3, 2)],
     }
     low = [(128, 64, 4, 5, 2), (128, 128, 4, 3, 2), (256, 128, 8, 3, 1)]
@@ -363,6 +369,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024, 16384])
+    parser.add_argument(
+        "--spread", type=float, default=0.0, help="of experts; 0: all are as likely"
+    )
     parser.add_argument("--plans", action="store_true", help="time candidates of each product")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -371,7 +380,7 @@ def main() -> None:
     for name in arguments.models:
         model = MODELS[name]
         weights = [make_weights(model) for _ in range(LAYERS)]
-        cases = [Case(model, tokens, weights) for tokens in arguments.tokens]
+        cases = [Case(model, tokens, weights, arguments.spread) for tokens in arguments.tokens]
         compile_all(cases, arguments.plans)
         print(f"{name}: compiled after {time.perf_counter() - started:.0f} s", flush=True)
         lines += [measure_case(name, case, arguments.plans) for case in cases]

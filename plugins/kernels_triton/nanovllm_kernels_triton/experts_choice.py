@@ -3,7 +3,7 @@
 | of the pairs (token, expert), to an expert of their own | kernels |
 |---|---|
 | FEW_SHARE or more | `experts_few`: each pair reads its expert's weights |
-| less | `experts_many`: pairs in the order of experts, tiles of an expert's mean rows and a third |
+| less | `experts_many`: pairs in the order of experts, tiles by an expert's mean rows |
 
 The choice and all grids depend on shapes alone, never on who chose what, so a captured step can be
 replayed. `benchmarks/experts.py` measures candidates beside the time of the stream of weights.
@@ -41,6 +41,14 @@ MOST_FETCHED = 2**22
 """Bytes of the next product's weight that come while a router chooses. On an H100 a layer of
 Qwen3-30B-A3B took 48.0 us at one token, with 2 to 6 MiB 47.2, with 12 47.8 and with 20 50.1: then
 the experts wait. V2-Lite was the fastest with 3."""
+_MOST_ROWS = {16: 8, 32: 24, 64: 56}
+"""Of an expert on average, by the rows of its tiles. The lowest tiles serve only half their rows:
+those of 32 take hardly longer. On an H200 the experts of Qwen3-30B-A3B take 7 % less time in tiles
+of 64 than in others at 512 and 896 tokens, 32 and 56 rows of an expert, and 5 % more at 1,024."""
+_TALL, _MOST_SHARED = 64, 1.5
+"""Rows of a tile where shared experts have more than so many rows for each of all experts: in low
+tiles these would be a tenth of all tiles. On an H200 V2-Lite gives 3 % more tokens per second so at
+64 and 192 rows, 4 % at 256, and as many at 128. Of the next power of two of tokens, as below."""
 _LINE_BYTES = 128
 """Of a weight row in a step of `experts_many`."""
 _LARGE_SHARED_MEMORY = 190000
@@ -120,8 +128,7 @@ def choose_experts(
 ) -> ExpertsPlan:  # fmt: skip
     """The plan for x [tokens, hidden] and `num_experts` MLPs, `chosen` of them for each token.
 
-    `shared_memory`: see `memory_for_steps`. `num_shared` of the experts are chosen by all tokens;
-    the rows of a tile are for the others.
+    `shared_memory`: see `memory_for_steps`. `num_shared` of the experts are chosen by all tokens.
     """
     if _share_of_experts(tokens, chosen, num_experts, num_shared) >= FEW_SHARE:
         gate_up = _few_plan(tokens, 2 * chosen * intermediate, hidden, itemsize)
@@ -129,6 +136,8 @@ def choose_experts(
         return FewExperts(gate_up, replace(down, ahead=_AHEAD))
     rows = -(-tokens * (chosen - num_shared) // (num_experts - num_shared))
     block_m = _rows_of_tile(rows, itemsize)
+    if itemsize == 2 and num_shared * next_power_of_2(tokens) > _MOST_SHARED * num_experts:
+        block_m = max(block_m, _TALL)
     is_large = itemsize == 2 and shared_memory >= _LARGE_SHARED_MEMORY
     plan = (
         _large_plan(block_m, shared_memory)
@@ -151,14 +160,10 @@ def _share_of_experts(tokens: int, chosen: int, num_experts: int, num_shared: in
 
 
 def _rows_of_tile(rows: int, itemsize: int) -> int:
-    """For `rows` of an expert on average: with a third more, most experts have one tile.
-
-    The lowest tiles serve only half their rows: those of 32 take hardly longer.
-    """
-    if rows <= 8:
-        return 16
+    """For `rows` of an expert on average: most experts have one tile."""
     tallest = 128 if itemsize == 2 else 64  # float32 has no tensor cores, and twice the registers
-    return min(max(next_power_of_2(-(-4 * rows // 3)), 32), tallest)
+    heights = (height for height, most in _MOST_ROWS.items() if rows <= most)
+    return min(next(heights, tallest), tallest)
 
 
 def _few_plan(tokens: int, outputs: int, inputs: int, itemsize: int) -> FewPlan:
@@ -198,7 +203,7 @@ def _buffers_of_two_programs(size: int) -> int:
 _LARGE_PLANS = {
     16: GroupedPlan(16, 128, 128, num_warps=4, num_stages=3, per_processor=2),
     32: GroupedPlan(32, 256, 128, num_warps=8, num_stages=3, per_processor=1),
-    64: GroupedPlan(64, 128, 64, num_warps=4, num_stages=4, per_processor=2),
+    64: GroupedPlan(64, 128, 128, num_warps=8, num_stages=4, per_processor=1, described=True),
     128: GroupedPlan(128, 256, 64, num_warps=8, num_stages=3, per_processor=1, described=True),
 }
 """By the rows of a tile, in half precision. No more programs fit on a multiprocessor than share it:

@@ -192,7 +192,7 @@ def sort_job(kernel: str, block: int, num_warps: int, bins: int = 128) -> AotJob
 PRODUCTS = {
     name: job
     for shape, tokens in (
-        ("30b-a3b", 1), ("v2-lite", 4), ("30b-a3b", 64), ("v2-lite", 256), ("30b-a3b", 512),
+        ("30b-a3b", 1), ("v2-lite", 4), ("30b-a3b", 64), ("30b-a3b", 256), ("v2-lite", 512),
         ("odd", 1), ("odd", 16384),
         ("30b-a3b", 16384),
     )

@@ -177,14 +177,30 @@ def test_pairs_are_sorted_by_expert_and_then_by_token(
     assert rows == [(expert, row) for row, expert in enumerate(sorted(flat.tolist()))]
 
 
-def test_tiles_have_the_rows_of_an_expert_and_a_third() -> None:
+def test_tiles_have_the_rows_of_an_expert_and_a_few_more() -> None:
     """So most experts have one tile."""
-    for tokens, chosen, expected in (
-        (16, 8, 16), (128, 8, 16), (144, 8, 32), (384, 8, 32), (512, 8, 64), (16384, 8, 128)
+    for tokens, expected in (
+        (16, 16), (128, 16), (144, 32), (384, 32), (400, 64), (896, 64), (912, 128), (16384, 128)
     ):  # fmt: skip
-        plan = choose_experts(tokens, chosen, 128, 2048, 768, 2, 232448)
-        assert isinstance(plan, ManyExperts)
-        assert plan.gate_up.block_m == plan.down.block_m == expected
+        assert rows_of_tiles(tokens, 8, 128) == expected
+
+
+def test_tiles_are_tall_where_shared_experts_have_many_rows() -> None:
+    """One with a row of every token would be cut into many low tiles. In float32, without tensor
+    cores, each row of a tall tile takes its time."""
+    for tokens, expected in ((16, 16), (32, 16), (40, 64), (256, 64), (1024, 128)):
+        assert rows_of_tiles(tokens, 8, 66, num_shared=2) == expected
+    assert rows_of_tiles(256, 9, 257, num_shared=1) == rows_of_tiles(256, 8, 256) == 16
+    assert rows_of_tiles(64, 8, 66, num_shared=2, itemsize=4) == 16
+
+
+def rows_of_tiles(
+    tokens: int, chosen: int, num_experts: int, *, num_shared: int = 0, itemsize: int = 2
+) -> int:
+    plan = choose_experts(tokens, chosen, num_experts, 2048, 768, itemsize, 232448, num_shared)
+    assert isinstance(plan, ManyExperts)
+    assert plan.gate_up.block_m == plan.down.block_m
+    return plan.gate_up.block_m
 
 
 @pytest.mark.parametrize(("num_experts", "chosen"), [(128, 8), (64, 6), (256, 8), (8, 2), (60, 4)])
@@ -258,12 +274,8 @@ def test_shared_experts_of_prompts_are_dense_products(
     assert [tuple(one.shape) for one in sorted_ids] == [(20, CHOSEN - 2)]
 
 
-def test_the_rule_is_for_the_experts_that_are_not_shared() -> None:
-    """Tiles have the rows that suit the others, however many rows shared ones have. Pairs are few
-    while few of them read a shared expert again."""
-    for tokens in (16, 64, 256, 1024):
-        plan = choose_experts(tokens, 8, 66, 2048, 1408, 2, 232448, 2)
-        assert plan == choose_experts(tokens, 6, 64, 2048, 1408, 2, 232448)
+def test_pairs_are_few_while_few_of_them_read_a_shared_expert_again() -> None:
+    """One token's always; those of two with one shared expert."""
     for tokens, num_shared, is_few in ((1, 4, True), (2, 1, True), (2, 2, False), (4, 1, False)):
         plan = choose_experts(
             tokens, 6 + num_shared, 64 + num_shared, 2048, 1408, 2, 232448, num_shared
