@@ -96,7 +96,8 @@ class PagedKV:
     def num_new_blocks(self, request: Request, num_tokens: int) -> int:
         """The most free blocks that computing `num_tokens` more tokens of a request would take.
 
-        In chunks as long as a step: what lies behind a window by then is free again.
+        In chunks as long as a step: what lies behind a window by then is free again. None where the
+        request has more blocks already, as rows that decode have early.
         """
         if request.row >= 0:
             done = request.num_scheduled
@@ -106,7 +107,7 @@ class PagedKV:
             hits = self.match(request)
             done = len(hits[0]) * self.block_size
             held = sum(b != NO_BLOCK and not self.pool.is_free(b) for table in hits for b in table)
-        return self.need.blocks(done + num_tokens, done) - held
+        return max(self.need.blocks(done + num_tokens, done) - held, 0)
 
     def share(self, request: Request) -> None:
         """Give a request without a row the blocks of its longest cached prefix."""

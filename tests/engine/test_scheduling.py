@@ -262,6 +262,28 @@ def test_a_policy_may_reserve_blocks_for_answers(
     assert [request.wait_steps for request in requests] == waits
 
 
+@pytest.mark.parametrize("reserve", [0.25, 0.5, 0.75])
+def test_a_block_that_a_row_has_early_is_not_given_to_a_prompt(reserve: float) -> None:
+    """A row that decodes may have its next block before its share of the answer needs it. A prompt
+    that needs one block more than are free waits."""
+
+    class Reserving(FcfsPolicy):
+        pass
+
+    Reserving.reserve = reserve
+    setting = Setting(num_blocks=40, block_size=16, max_num_batched_tokens=2048, max_model_len=640)
+    for joins in range(16, 30):
+        harness = Harness(setting, TokenBudgetScheduler(Reserving()))
+        harness.add("a", range(10), greedy(40))
+        harness.add("b", range(40, 34, -1), greedy(28))
+        for _ in range(joins):
+            harness.step()
+        num_free = harness.engine.stats.free_blocks
+        harness.add("c", [49 - i % 7 for i in range(16 * num_free + 8)], greedy(1))
+        harness.run()
+        harness.check_all()
+
+
 @pytest.mark.parametrize("reserve", [-0.1, 1.01, float("nan"), "all", None])
 def test_a_share_to_reserve_is_0_to_1(reserve: Any) -> None:
     class Reserving(FcfsPolicy):

@@ -166,8 +166,8 @@ def latent_merge_kernel(
     row = tl.program_id(0) // (PARTS * NUM_HEADS)
     if DEPENDENT:
         gdc_launch_dependents()
-    first_item = tl.load(items_ptr + 6 * item_capacity + row)
-    num_chunks = tl.load(items_ptr + 4 * item_capacity + first_item)
+    first_item = tl.load(items_ptr + 6 * item_capacity + row, cache_modifier=".cg")
+    num_chunks = tl.load(items_ptr + 4 * item_capacity + first_item, cache_modifier=".cg")
     if DEPENDENT:
         # Also where nothing is merged: who waits for this kernel waits for decode too.
         gdc_wait()

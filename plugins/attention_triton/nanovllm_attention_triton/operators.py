@@ -166,6 +166,8 @@ def _paged(
     with_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     batch, query_len = q_BQHD.shape[:2]
+    if not batch:
+        return _outputs(q_BQHD, with_lse)
     if query_len == 1 and may_split and not with_lse:
         window = left + 1 if left >= 0 else None
         out = _decode(q_BQHD, k_NPKD, v_NPKD, block_table, seq_lens, scale, window, soft_cap)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from triton.experimental.gluon import language as gl
 
@@ -246,6 +248,15 @@ def test_the_kernel_for_hopper_loads_by_the_copy_engine_and_waits_for_queries(re
     assert not any("ld.global.v4" in part for part in before)
     assert sum(part.count("ld.global.b32") for part in before) == 1  # of the block table
     assert "ld.global.v4" in rest
+
+
+def test_merging_reads_the_plan_past_the_l1_before_it_waits(reports):
+    """Which may hold the plan of the step before."""
+    for report in of_kind(reports, "merge"):
+        before, _ = report.ptx.split("griddepcontrol.wait")
+        loads = re.findall(r"ld\.global\S*", before)
+        assert len(loads) == 2
+        assert all("ld.global.cg" in load for load in loads)
 
 
 def test_prompts_multiply_on_hopper_s_tensor_cores(reports):

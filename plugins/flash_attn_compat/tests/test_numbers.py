@@ -50,6 +50,17 @@ def test_kvcache_equals_the_reference(compat: ModuleType, draw: Any, seed: int) 
     call.assert_out(compat.flash_attn_with_kvcache(**call.arguments | before | splits))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("num_queries", [1, 3])
+def test_a_batch_may_be_empty(compat: ModuleType, dtype: torch.dtype, num_queries: int) -> None:
+    """As that of a rank without requests: no output, and no error."""
+    q, blocks = torch.randn(0, num_queries, 4, 24).to(dtype), torch.randn(4, 16, 2, 24).to(dtype)
+    rows = torch.zeros(0, dtype=torch.int32)
+    table = torch.zeros(0, 2, dtype=torch.int32)
+    out = compat.flash_attn_with_kvcache(q, blocks, blocks, cache_seqlens=rows, block_table=table)
+    assert out.shape == q.shape
+
+
 def test_cache_seqlens_may_be_one_integer_or_absent(compat: ModuleType, draw: Any) -> None:
     """An integer holds for every row; None means a full cache."""
     q, k = torch.randn(2, 1, 4, 24), torch.randn(2, 40, 2, 24)
