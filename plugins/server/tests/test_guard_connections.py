@@ -18,7 +18,7 @@ from functools import partial
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from nanovllm_server.guard.connection import MAX_BEYOND
+from nanovllm_server.guard.connection import MAX_BEYOND, MAX_WAITING
 from nanovllm_server.guard.drain import DrainingServer
 from nanovllm_server.guard.settings import LimitSettings
 from nanovllm_server.settings import ServerSettings
@@ -340,6 +340,27 @@ def test_pipelined_requests_are_answered_in_order(address: Address) -> None:
     last = requests.pop().replace(b"host:", b"connection: close\r\nhost:")
     answer = exchange(address, b"".join([*requests, last]))
     assert [int(n) for n in re.findall(rb'\\"n\\": (\d)', answer)] == [0, 1, 2, 3, 4]
+
+
+def test_a_connection_has_a_bounded_number_of_requests_that_wait() -> None:
+    """They are answered, and what follows is refused. Another connection is served meanwhile,
+    however many come: a quarter of a MiB holds 14,500."""
+    counted: list[int] = []
+    with (
+        serving(echo, ServerSettings(port=0), on_refusal=counted.append) as server,
+        closing(connect(address_of(server))) as flooding,
+    ):
+        answer = exchange(address_of(server), (GET + b"\r\n") * (MAX_WAITING + 10))
+        assert counted == [429]
+        flooding.sendall(b"GET / HTTP/1.1\r\n\r\n" * 14_500)
+        started = time.monotonic()
+        closing_get = GET + b"connection: close\r\n\r\n"
+        assert status_of(exchange(address_of(server), closing_get)) == 200
+        assert time.monotonic() - started < 1
+        assert read_all(flooding).count(b"HTTP/1.1 200") <= MAX_WAITING + 1
+    statuses = [int(one) for one in re.findall(rb"HTTP/1.1 (\d+)", answer)]
+    assert statuses == [200] * (MAX_WAITING + 1) + [429]
+    assert b"wait for their answers" in answer
 
 
 async def in_two_parts(scope: Scope, receive: Receive, send: Send) -> None:

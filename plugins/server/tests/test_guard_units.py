@@ -81,8 +81,8 @@ def test_a_request_without_a_key_has_not_that_of_an_earlier_one() -> None:
 
     async def one_context() -> None:
         keys = Keys(app, [ACME], ["/v1/"])
-        await keys(scope_of(authorization=f"Bearer {KEY}"), receive, send)
-        await keys(scope_of(), receive, send)
+        await keys(scope_of(method="GET", authorization=f"Bearer {KEY}"), receive, send)
+        await keys(scope_of(method="GET"), receive, send)
 
     async def receive() -> Message:
         raise AssertionError
@@ -121,6 +121,12 @@ def test_only_public_paths_need_no_key(path: str, status: int) -> None:
     assert ask(app, path=path, method="GET").status == status
 
 
+@pytest.mark.parametrize("method", ["POST", "PUT", "TRACE"])
+def test_a_public_path_is_public_to_be_read(method: str) -> None:
+    """The body of a client without a key would count in the memory that all bodies share."""
+    assert ask(Keys(echo, [ACME], public=["/health"]), path="/health", method=method).status == 401
+
+
 def test_keys_come_from_the_section_a_file_and_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(f"- {{name: other, sha256: {'a' * 64}}}\n")
@@ -130,7 +136,11 @@ def test_keys_come_from_the_section_a_file_and_the_environment(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "text", ["[", "- {name: x}", "- {name: acme, sha256: secret-secret-secret}", "just text"]
+    "text",
+    [
+        *("[", "- {name: x}", "- {name: acme, sha256: secret-secret-secret}", "just text"),
+        f'- {{name: acme, sha256: "{"a" * 64}\\n"}}',
+    ],
 )
 def test_a_wrong_key_file_is_refused_without_its_content(tmp_path: Path, text: str) -> None:
     file = tmp_path / "keys.yaml"
@@ -145,6 +155,32 @@ def test_a_name_used_twice_and_a_short_key_are_refused() -> None:
         read_keys([ACME, ACME], None, {})
     with pytest.raises(ConfigError, match="SERVE_API_KEY has 5 characters"):
         read_keys([], None, {"SERVE_API_KEY": "short"})
+
+
+@pytest.mark.parametrize(
+    ("plain", "said"),
+    [
+        (KEY + "\n", "begins or ends with white space"),
+        (" " + KEY, "begins or ends with white space"),
+        ("clé" + KEY, "other characters than printable ASCII"),
+        ("tab\t" + KEY, "other characters than printable ASCII"),
+        ("\udcff" + KEY, "other characters than printable ASCII"),
+    ],
+)
+def test_a_key_that_no_request_can_send_is_refused_at_start(plain: str, said: str) -> None:
+    """With a remedy, and without the key itself."""
+    with pytest.raises(ConfigError, match=f"SERVE_API_KEY {said}.*serve-key") as caught:
+        read_keys([], None, {"SERVE_API_KEY": plain})
+    assert KEY not in str(caught.value)
+
+
+@given(st.text(st.characters(max_codepoint=0x2FF), min_size=16, max_size=20))
+def test_a_key_of_the_environment_that_is_not_refused_opens(plain: str) -> None:
+    try:
+        keys = read_keys([], None, {"SERVE_API_KEY": plain})
+    except ConfigError:
+        return
+    assert ask(Keys(echo, keys), authorization=f"Bearer {plain}").status == 200
 
 
 def test_made_keys_differ_and_have_256_bits() -> None:

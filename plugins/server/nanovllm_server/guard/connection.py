@@ -33,10 +33,12 @@ WRITE_SECONDS = 30.0
 MAX_CONNECTIONS = 4096
 """Of one server, over all its fronts; requests on further ones are answered with `FULL`."""
 
-
 MAX_BEYOND = 64
 """Connections beyond the limit that are let send a request before they are refused: a client that
 sends a long one may not see an answer that comes before."""
+MAX_WAITING = 32
+"""Requests of one connection that wait behind the one that is answered. What a client sends at once
+is parsed at once, and a quarter of a MiB may hold 14,500 requests."""
 
 FULL = ApiError(
     503,
@@ -45,9 +47,17 @@ FULL = ApiError(
     headers=retry_after(1),
 )
 
+TOO_MANY_WAITING = ApiError(
+    429,
+    f"{MAX_WAITING} requests of this connection wait for their answers, and no more may; read some "
+    "answers before you send more",
+    code="too_many_waiting",
+)
+
 
 class Connection(HttpToolsProtocol):
     """431 beyond `MAX_HEADER_BYTES`, 503 beyond `MAX_CONNECTIONS`; unasked, `MAX_BEYOND` later.
+    429 beyond `MAX_WAITING`.
 
     It is closed if the headers of a request are not complete in `HEADER_SECONDS`. So it is if, so
     long after an answer, neither the rest of that request's body nor a further request is there:
@@ -134,6 +144,8 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= MAX_WAITING:
+            raise ValueError  # As in `_count`.
         self._has_headers = True
         self._stop_timer()
         if self._is_too_many:
@@ -165,7 +177,9 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         refusal = ApiError(400, "this is no valid HTTP request")
-        if max(self._raw_bytes, self._header_bytes) > self.max_header_bytes:
+        if len(self.pipeline) >= MAX_WAITING:
+            refusal = TOO_MANY_WAITING
+        elif max(self._raw_bytes, self._header_bytes) > self.max_header_bytes:
             refusal = ApiError(
                 431, f"the headers have more than {self.max_header_bytes} bytes; send fewer"
             )

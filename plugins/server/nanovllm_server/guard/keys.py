@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanovllm_core.api import ConfigError
 from nanovllm_server.errors import ApiError
-from nanovllm_server.guard.asgi import header, send_error
+from nanovllm_server.guard.asgi import SAFE_METHODS, header, send_error
 from nanovllm_server.section import ServerSection
 
 KEY_VARIABLE = "SERVE_API_KEY"
@@ -104,8 +104,9 @@ def _read_file(file: Path) -> list[ApiKey]:
 class Keys:
     """Middleware: a request needs one of these keys as `Authorization: Bearer <key>`.
 
-    The `ApiKey` is put into `scope["state"]["key"]` and `api_key`. Paths in `public` need no key;
-    one that ends in `/` stands for all beneath it. Without keys everybody may come.
+    The `ApiKey` is put into `scope["state"]["key"]` and `api_key`. Paths in `public` need no key
+    where they are read; one that ends in `/` stands for all beneath it. Without keys everybody may
+    come.
     """
 
     def __init__(self, app: ASGIApp, keys: Iterable[ApiKey], public: Iterable[str] = ()) -> None:
@@ -122,7 +123,7 @@ class Keys:
             api_key.set(key)
             if key is not None:
                 scope.setdefault("state", {})["key"] = key
-            elif not self._is_public(scope["path"]):
+            elif scope["method"] not in SAFE_METHODS or not self._is_public(scope["path"]):
                 await send_error(
                     send,
                     ApiError(
