@@ -15,6 +15,7 @@ import tokenizers
 from hypothesis import given, settings
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from nanovllm_core.config.settings import RESERVED
 from nanovllm_core.errors import CheckpointError, InvalidPromptError
@@ -454,7 +455,8 @@ def test_variables_reach_the_template_those_of_a_call_before_those_of_the_engine
 
 
 def test_names_that_the_engine_sets_are_no_variables_of_a_template(tokenizer):
-    """They are all of transformers' arguments but the inputs of a template, and `messages`."""
+    """They are all of the arguments of transformers' functions but the inputs of a template, and
+    `messages`."""
     messages = [{"role": "user", "content": "hi"}]
     for name in RESERVED:
         with pytest.raises(InvalidPromptError, match=f"'{name}' is set by the engine itself"):
@@ -462,9 +464,9 @@ def test_names_that_the_engine_sets_are_no_variables_of_a_template(tokenizer):
     for wrong in (["x"], {5: 1}, {"a b": 1}):
         with pytest.raises(InvalidPromptError, match="chat_template_kwargs"):
             tokenizer.apply_chat_template(messages, chat_template_kwargs=wrong)
-    method = PreTrainedTokenizerFast.apply_chat_template
-    arguments = {*inspect.signature(method).parameters} - {"self", "kwargs", "tools", "documents"}
-    assert arguments | {"messages"} == RESERVED
+    functions = (PreTrainedTokenizerFast.apply_chat_template, render_jinja_template)
+    arguments = {name for one in functions for name in inspect.signature(one).parameters}
+    assert arguments - {"kwargs", "tools", "documents"} | {"messages"} == RESERVED
 
 
 def test_whatever_a_template_raises_is_an_error_of_the_prompt(tokenizer):

@@ -46,8 +46,7 @@ PROMPT_SIZES = (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
 
 RESERVED = frozenset(
     {
-        "messages",
-        "conversation",
+        *("self", "messages", "conversation", "conversations"),
         "chat_template",
         "add_generation_prompt",
         "continue_final_message",

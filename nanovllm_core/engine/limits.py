@@ -121,15 +121,15 @@ class EngineLimits:
 
     def check_length(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Prompt and output tokens at most; raises `RequestTooLongError` where that cannot fit."""
-        name = "min_tokens" if params.max_tokens is None else "max_tokens"
+        room, most = self.max_model_len - num_prompt_tokens, params.max_tokens
+        name = "min_tokens" if most is None or params.min_tokens > room else "max_tokens"
         length = num_prompt_tokens + getattr(params, name)
         if length > self.max_model_len:
             raise RequestTooLongError(
                 f"{num_prompt_tokens} prompt tokens and {name}={getattr(params, name)} make "
-                f"{length}; max_model_len is {self.max_model_len}, so use {name} of at most "
-                f"{self.max_model_len - num_prompt_tokens}"
+                f"{length}; max_model_len is {self.max_model_len}, so use {name} of at most {room}"
             )
-        max_length = self.max_model_len if params.max_tokens is None else length
+        max_length = self.max_model_len if most is None else length
         # The last token is never fed back, so it needs no place in the cache.
         needed = self.need.blocks(max_length - 1)
         if needed > self.num_blocks:

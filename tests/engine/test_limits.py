@@ -103,6 +103,13 @@ def test_min_tokens_may_be_all_that_there_is_room_for() -> None:
         LIMITS.check_length(4, SamplingParams(max_tokens=None, min_tokens=7))
 
 
+def test_min_tokens_without_room_is_named_before_max_tokens_which_it_bounds() -> None:
+    with pytest.raises(RequestTooLongError, match=r"min_tokens=7 make 11; .* at most 6"):
+        LIMITS.check_length(4, SamplingParams(max_tokens=8, min_tokens=7))
+    with pytest.raises(RequestTooLongError, match=r"max_tokens=8 make 12; .* at most 6"):
+        LIMITS.check_length(4, SamplingParams(max_tokens=8, min_tokens=6))
+
+
 def test_a_request_may_fill_the_cache_whose_last_token_needs_no_place() -> None:
     """Nine ids of which eight are fed to the model fill two blocks of four."""
     two_blocks = replace(LIMITS, num_blocks=2)

@@ -28,6 +28,8 @@ def make_app(llm: AsyncLLM, settings: ServerSettings, front: FrontFacts | None =
         version=__version__,
         docs_url=None,
         redoc_url=None,
+        # A redirect would lead to the host that the request names, over http.
+        redirect_slashes=False,
         lifespan=watch.lifespan,
         # FastAPI's own, on where the process has a provider of OpenTelemetry: it exports queries
         # and the texts of exceptions, and wraps each part of a stream. `watch` has ours.

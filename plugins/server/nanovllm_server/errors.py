@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 import traceback
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -113,7 +114,8 @@ def of_engine(error: BaseException, prompt: str | None = None) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestTooLongError):
-        return refused(str(error), prompt, "context_length_exceeded")
+        field = "min_tokens" if " and min_tokens=" in str(error) else prompt
+        return refused(str(error), field, "context_length_exceeded")
     if isinstance(error, InvalidSamplingError):
         return refused(str(error), _named_field(str(error)))
     if isinstance(error, InvalidLabelsError):
@@ -141,6 +143,10 @@ def _named_field(message: str) -> str | None:
     return found and found[1]
 
 
+UNPARSED = "There was an error parsing the body"
+"""The framework's message, which names no cause."""
+
+
 def add_handlers(app: FastAPI) -> None:
     """Give every error of the routes OpenAI's shape."""
 
@@ -157,9 +163,8 @@ def add_handlers(app: FastAPI) -> None:
         message = str(error.detail)
         if message == HTTPStatus(error.status_code).phrase:
             message += _remedy(request, error)
-        if isinstance(wrong := error.__cause__, UnicodeDecodeError):  # the framework names no cause
-            byte = f"byte {wrong.object[wrong.start]:#04x} at position {wrong.start}"
-            message = f"the body is not UTF-8: {byte}; send JSON, encoded as UTF-8"
+        if message == UNPARSED:
+            message = _unparsed(error.__cause__) or message
         return ApiError(error.status_code, message, headers=error.headers).response()
 
     async def engine(_: Request, error: Exception) -> Response:
@@ -183,6 +188,17 @@ def _remedy(request: Request, error: HTTPException) -> str:
     if error.status_code == 405 and error.headers and "Allow" in error.headers:
         return f"{asked}; use {error.headers['Allow']}"
     return asked
+
+
+def _unparsed(wrong: BaseException | None) -> str | None:
+    """Why a body was not parsed; None for a reason of the server's."""
+    if isinstance(wrong, UnicodeDecodeError):
+        byte = f"byte {wrong.object[wrong.start]:#04x} at position {wrong.start}"
+        return f"the body is not UTF-8: {byte}; send JSON, encoded as UTF-8"
+    if isinstance(wrong, ValueError):  # Python's limit, and the only other one of its parser
+        digits = sys.get_int_max_str_digits()
+        return f"the body is not valid JSON: a number has more than {digits} digits; send fewer"
+    return None
 
 
 def of_validation(error: RequestValidationError) -> ApiError:

@@ -50,8 +50,8 @@ class ServerSettings(ServerSection):
     out, `model` as it was given."""
     keys: Annotated[tuple[ApiKey, ...], Field(strict=False)] = ()
     """API keys, as `nanovllm serve-key` prints them. The environment variable `SERVE_API_KEY`
-    adds one in plain text, of at least 16 characters. Without any key everybody who reaches the
-    server may use it."""
+    adds one in plain text, of at least 16 printable ASCII characters. Without any key everybody who
+    reaches the server may use it."""
     keys_file: File | None = None
     """A YAML file of further keys, in the form of `keys`."""
     allow_anonymous: bool = False

@@ -69,6 +69,11 @@ def test_a_refused_value_is_told_with_its_limit(server_url: str) -> None:
         "temperature": (-0.1, "temperature: -0.1 must be at least 0.0"),
         "max_tokens": (2**63, f"max_tokens: {2**63} must be at most {2**63 - 1}"),
         "logit_bias": ([1], "logit_bias: [1] must be a JSON object"),
+        "min_tokens": (
+            100_000,
+            "1 prompt tokens and min_tokens=100000 make 100001; max_model_len is 2048, so use "
+            "min_tokens of at most 2047",
+        ),
         "stream": ("yes", "stream: 'yes' must be true or false; write true"),
         "user": ("ab" * 200, "must be text of at most 256 characters"),
     }
@@ -95,6 +100,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"seed": 2**70}, "seed"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"min_tokens": 5}, "min_tokens"),
+    ({"min_tokens": 10**6, "max_tokens": None}, "min_tokens"),
     ({"presence_penalty": 3}, "presence_penalty"),
     ({"stop": [""]}, "stop"),
     ({"stop": ["a", 1]}, "stop[1]"),
@@ -145,6 +151,7 @@ ONLY: dict[type[Sampling], list[tuple[dict[str, Any], str]]] = {
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_completion_tokens": 2}, "max_tokens"),
         ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
     ],
 }
 
@@ -236,12 +243,18 @@ def test_every_parameter_of_the_description_says_what_it_is() -> None:
             assert field.description, f"{body.__name__}.{name}"
 
 
+LONG_NUMBER = "the body is not valid JSON: a number has more than 4300 digits; send fewer"
+
+
 def test_an_error_says_what_to_do_instead(server_url: str) -> None:
-    """A name that is nearly right, JSON that breaks off, a path or a method that is not there."""
+    """A name that is nearly right, JSON that breaks off, a number that is too long, a path or a
+    method that is not there. A path with a slash at its end is another one, without a redirect."""
     requests: list[tuple[str, str, bytes, int, str]] = [
         ("POST", "completions", b'{"prompt": "a", "max_token": 1}', 400, "mean max_tokens?"),
         ("POST", "chat/completions", b'{"messages": [}', 400, "(at character 14)"),
+        ("POST", "completions", b'{"seed": ' + b"9" * 5000 + b"}", 400, LONG_NUMBER),
         ("POST", "embeddings", b"{}", 404, "POST /v1/embeddings; GET /openapi.json lists"),
+        ("POST", "completions/", b"{}", 404, "POST /v1/completions/; GET /openapi.json lists"),
         ("DELETE", "models", b"", 405, "DELETE /v1/models; use GET"),
     ]
     with httpx.Client(base_url=server_url) as http:

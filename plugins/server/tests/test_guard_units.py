@@ -162,9 +162,9 @@ def test_a_name_used_twice_and_a_short_key_are_refused() -> None:
     [
         (KEY + "\n", "begins or ends with white space"),
         (" " + KEY, "begins or ends with white space"),
-        ("clé" + KEY, "other characters than printable ASCII"),
-        ("tab\t" + KEY, "other characters than printable ASCII"),
-        ("\udcff" + KEY, "other characters than printable ASCII"),
+        ("clé" + KEY, "has other characters than printable ASCII"),
+        ("tab\t" + KEY, "has other characters than printable ASCII"),
+        ("\udcff" + KEY, "has other characters than printable ASCII"),
     ],
 )
 def test_a_key_that_no_request_can_send_is_refused_at_start(plain: str, said: str) -> None:
@@ -174,12 +174,10 @@ def test_a_key_that_no_request_can_send_is_refused_at_start(plain: str, said: st
     assert KEY not in str(caught.value)
 
 
-@given(st.text(st.characters(max_codepoint=0x2FF), min_size=16, max_size=20))
-def test_a_key_of_the_environment_that_is_not_refused_opens(plain: str) -> None:
-    try:
-        keys = read_keys([], None, {"SERVE_API_KEY": plain})
-    except ConfigError:
-        return
+def test_a_key_of_the_environment_may_have_any_printable_character_of_ascii() -> None:
+    """A space too, but for its ends."""
+    plain = "".join(map(chr, range(ord("!"), ord("~") + 1))) + " a"
+    keys = read_keys([], None, {"SERVE_API_KEY": plain})
     assert ask(Keys(echo, keys), authorization=f"Bearer {plain}").status == 200
 
 

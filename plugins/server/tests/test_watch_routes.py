@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route, Router
@@ -146,6 +147,17 @@ def test_a_plugin_that_fails_to_close_leaves_no_engine_open(llm: AsyncLLM) -> No
     with pytest.raises(LookupError):
         asyncio.run(run())
     assert closed == ["/fails", "engine"]
+
+
+@pytest.mark.usefixtures("some_routes")
+def test_a_plugins_route_has_one_path(llm: AsyncLLM) -> None:
+    """With a slash at its end it is the server's 404, not a redirect to a host of the caller's."""
+    app = make_app(llm, ServerSettings(routes=(RouteChoice(name="first"),)))
+    http = TestClient(app, follow_redirects=False)
+    assert http.get("/first").text == "demo"
+    answer = http.get("/first/")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["type"] == "not_found_error"
 
 
 @pytest.mark.usefixtures("some_routes")

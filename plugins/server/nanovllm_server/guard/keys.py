@@ -65,22 +65,37 @@ def read_keys(
     """All keys: of the configuration, of a YAML file of the same list, and of the environment.
 
     Raises ConfigError for a file that is no such list, for a name that is used twice, and for a key
-    in the environment that is too short.
+    in the environment that is too short or that no request can send.
     """
     keys = [*listed, *(_read_file(file) if file is not None else ())]
     plain = environ.get(KEY_VARIABLE)
     if plain is not None:
-        if len(plain) < MIN_KEY_LENGTH:
-            raise ConfigError(
-                f"{KEY_VARIABLE} has {len(plain)} characters; a key needs at least "
-                f"{MIN_KEY_LENGTH}, so make one with `nanovllm serve-key`"
-            )
+        _check_plain(plain)
         keys.append(ApiKey(name="environment", sha256=hash_key(plain)))
     names = [key.name for key in keys]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"two API keys have the name {name!r}; give each a name of its own")
     return tuple(keys)
+
+
+def _check_plain(key: str) -> None:
+    """Refuse a key that is guessable, or that a header cannot carry. No message shows it."""
+    if len(key) < MIN_KEY_LENGTH:
+        raise ConfigError(
+            f"{KEY_VARIABLE} has {len(key)} characters; a key needs at least "
+            f"{MIN_KEY_LENGTH}, so make one with `nanovllm serve-key`"
+        )
+    if key != key.strip():
+        raise ConfigError(
+            f"{KEY_VARIABLE} begins or ends with white space, such as the newline of a file, which "
+            "no request can send; remove it, or make a key with `nanovllm serve-key`"
+        )
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            f"{KEY_VARIABLE} has other characters than printable ASCII, which the header of a "
+            "request may not carry; make a key with `nanovllm serve-key`"
+        )
 
 
 def _read_file(file: Path) -> list[ApiKey]:

@@ -17,6 +17,7 @@ from prometheus_client import (
     Histogram as HttpHistogram,
     PlatformCollector,
     ProcessCollector,
+    generate_latest,
 )
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -24,7 +25,6 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric as Family,
 )
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 from starlette.requests import Request
@@ -227,13 +227,19 @@ def make_registry(
     return registry
 
 
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Prometheus' text format, which every scraper reads."""
+
+
 class MetricsEndpoint:
-    """Answers GET /metrics in the format that the client accepts."""
+    """Answers GET /metrics in one format, whatever the client accepts.
+
+    In the others `prometheus_client` replaces the colons in the names of samples.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
 
     async def metrics(self, request: Request) -> Response:
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        text = await to_thread(encode, self._registry)
-        return Response(text, headers={"content-type": content_type})
+        text = await to_thread(generate_latest, self._registry)
+        return Response(text, headers={"content-type": CONTENT_TYPE})
