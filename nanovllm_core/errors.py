@@ -35,6 +35,7 @@ by `shown`, which cuts it.
 from __future__ import annotations
 
 import difflib
+import importlib
 import reprlib
 import traceback
 from collections.abc import Iterable, Sequence
@@ -45,7 +46,8 @@ MAX_MESSAGE = 20_000
 """Characters of one error's message; a plugin's own text may be longer and is cut."""
 MAX_SHOWN = 200
 """Characters of one value in a message."""
-_CORE = Path(__file__).parent
+_NOT_THEIRS = frozenset({Path(__file__).parent, Path(importlib.__file__).parent})
+"""Folders of code that stands between a plugin and its error."""
 
 
 def clip(text: str, limit: int = MAX_SHOWN) -> str:
@@ -66,13 +68,18 @@ def shown(value: object) -> str:
 
 def describe_error(error: BaseException) -> str:
     """Type and text of a plugin's error and, where its traceback says it, the file and line."""
+    return f"{type(error).__name__}: {error}{place_of(error)}"
+
+
+def place_of(error: BaseException) -> str:
+    """File and line of a plugin's error, in brackets; empty where its traceback has none."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith("<") and _CORE not in Path(frame.filename).parents
+        if not frame.filename.startswith("<")
+        and _NOT_THEIRS.isdisjoint(Path(frame.filename).parents)
     ]
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
 def in_ranges(values: Iterable[Any]) -> list[Any]:

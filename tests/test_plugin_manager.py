@@ -233,6 +233,30 @@ def test_a_selected_plugin_that_does_not_import_is_fatal_and_named(install: Inst
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 
 
+@pytest.mark.parametrize(
+    ("value", "missing"),
+    [
+        ("fair_plugn", "fair_plugn"),
+        ("fair_plugin.code", "fair_plugin.code"),
+        ("fare.code", "fare"),
+    ],
+)
+def test_an_entry_point_of_no_module_is_what_to_correct(
+    install: Install, value: str, missing: str
+) -> None:
+    """No line of the plugin is named, since none of it ran."""
+    install("nanovllm-fair", {SCHEDULERS: {"fair": value}}, {"fair_plugin": GOOD})
+    with pytest.raises(PluginLoadError) as caught:
+        get_plugin_manager().spec("scheduler", "fair")
+    said = str(caught.value)
+    assert said.startswith(
+        f"scheduler 'fair' of nanovllm-fair 1.2.3 (entry point {value}): "
+        f"No module named '{missing}'"
+    )
+    assert said.endswith(f'; correct fair = "{value}" in {SCHEDULERS} and install it again')
+    assert ".py:" not in said
+
+
 def test_a_broken_plugin_that_nobody_selects_does_no_harm(install: Install) -> None:
     install("nanovllm-broken", {SCHEDULERS: {"broken": "broken_plugin"}}, {"broken_plugin": "1/0"})
     assert get_plugin_manager().resolve("scheduler", "fcfs").name == "fcfs"
@@ -245,14 +269,22 @@ def test_a_broken_plugin_that_nobody_selects_does_no_harm(install: Install) -> N
         (("def nanovllm_schedulers():", "def nanovllm_schedulers(surprise):"), "surprise"),
         (("@hookimpl\ndef nanovllm_schedulers", "def nanovllm_schedulers"),
          r"returned \[\] \(is the function marked @hookimpl\?\)"),
-        (('name="fair"', 'name="unfair"'), r"one spec named 'fair'.*returned \['unfair'\]"),
-        (("return SPECS", "return SPECS * 2"), r"returned \['fair', 'fair'\]"),
+        (('name="fair"', 'name="unfair"'),
+         r"nanovllm_schedulers must return one spec named 'fair'.*returned \['unfair'\]; "
+         "rename the spec or the entry point$"),
+        (("return SPECS", "return SPECS * 2"), r"returned \['fair', 'fair'\]$"),
         (("return SPECS", "return ['fair']"), "returned 'fair', not SchedulerSpec objects"),
         (("return SPECS", "return 5"), "its hook nanovllm_schedulers gave no list: TypeError"),
         (("return SPECS", "raise OSError('disk')"), "gave no list: OSError: disk"),
         (("contract=1", "contract=99"), "it is too new: it was written for contract 99"),
         (("contract=1", "contract=0"), "contract 0 is not a version"),
-        (("contract=1, ", ""), "it cannot be imported: TypeError.*contract"),
+        (("contract=1, ", ""),
+         r"its SchedulerSpec lacks 'contract' \(fair_plugin\.py:11\); add contract=1$"),
+        (('impl="fair_plugin:Policy", contract=1, ', ""),
+         r"its SchedulerSpec lacks 'impl' and 'contract' \(fair_plugin\.py:11\); add contract=1$"),
+        (('impl="fair_plugin:Policy", ', ""), r"lacks 'impl' \(fair_plugin\.py:11\)$"),
+        (("return SPECS", 'return [SchedulerSpec(name="fair", impl="x:X")]'),
+         r"its SchedulerSpec lacks 'contract' \(fair_plugin\.py:18\); add contract=1$"),
         (("fair_plugin:Policy", "fair_plugin.Policy"), "not of the form 'package.module:Object'"),
         (('impl="fair_plugin:Policy"', "impl=Options"), "Options'> is not of the form 'package"),
         (("SPECS = ", "raise SystemExit(0)\nSPECS = "), "it cannot be imported: SystemExit: 0"),

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from nanovllm_kit.scaffold import new_plugin
+
 ROOT = Path(__file__).parents[1]
 TUTORIALS = sorted(ROOT.glob("docs/tutorials/*.md"))
 STEP = re.compile(r'^```(console|\w+ title="([^"]+)")\n(.*?)^```', re.MULTILINE | re.DOTALL)
@@ -119,24 +121,26 @@ def test_a_tutorial_holds_word_for_word(
     tutorial: Path, wheels: dict[str, Path], libraries: Path, tmp_path: Path
 ) -> None:
     """It ends with a conformance suite that passes, on a plugin that was not there before."""
-    (tmp_path / "dist").mkdir()
+    checkout, folder = tmp_path / "nanovllm", tmp_path / "empty"
+    (checkout / "dist").mkdir(parents=True)
+    folder.mkdir()
     for name, wheel in wheels.items():
         if not name.startswith("nanovllm_example_"):  # what `make wheels` builds
-            shutil.copy(wheel, tmp_path / "dist")
+            shutil.copy(wheel, checkout / "dist")
     # The libraries are this environment's, whatever their versions.
-    (tmp_path / "constraints.txt").touch()
-    shell = Shell(tmp_path)
+    (checkout / "constraints.txt").touch()
+    shell = Shell(folder)
     try:
         for step, following in pairwise([*steps(tutorial), None]):
             if isinstance(step, Write):
-                (tmp_path / step.name).write_text(step.text, encoding="utf-8")
+                (folder / step.name).write_text(step.text, encoding="utf-8")
             elif isinstance(step, Run):
                 printed, status = shell.run(step.command)
                 told = f"$ {step.command}\n{printed}"
                 assert is_as_shown(step.output, printed), f"{told}\nnot as shown:\n{step.output}"
                 asked = isinstance(following, Run) and following.command == "echo $?"
                 assert asked or status == 0, f"{told}\nexit status {status}"
-            for site in tmp_path.glob("fresh/lib/*/site-packages"):
+            for site in folder.glob("fresh/lib/*/site-packages"):
                 (site / "libraries.pth").write_text(f"{libraries}\n")
     finally:
         shell.close()
@@ -155,3 +159,63 @@ def test_a_tutorial_goes_from_the_scaffold_to_a_suite_that_passes(tutorial: Path
     ]
     assert "keeps the contract" in suites[-1]
     assert any("BREAKS the contract" in suite for suite in suites), "it is seen to fail, too"
+
+
+def paste(tutorial: Path, into: Path) -> Path:
+    """The package that a tutorial's reader has at the end, without an environment to run it in."""
+    package = into
+    for step in steps(tutorial):
+        if isinstance(step, Write):
+            (into / step.name).write_text(step.text, encoding="utf-8")
+        elif step.command.startswith("nanovllm plugins new "):
+            kind, name = step.command.split()[3:]
+            package = new_plugin(kind, name, into)
+    return package
+
+
+def workflow(package: Path, tool: str) -> list[str]:
+    """The commands of a package's own CI file that begin with this tool's name."""
+    file = (package / ".github/workflows/test.yml").read_text(encoding="utf-8")
+    lines = re.findall(rf"- run: ({tool} .*)", file)
+    assert lines, file
+    return lines
+
+
+def check(package: Path, tool: str) -> None:
+    for line in workflow(package, tool):
+        result = subprocess.run(
+            f'PATH="{Path(sys.executable).parent}:$PATH"; {line}',
+            shell=True,
+            cwd=package,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, f"{line}\n{result.stdout}{result.stderr}"
+
+
+@pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_s_package_passes_its_own_linter(tutorial: Path, tmp_path: Path) -> None:
+    """As its CI file runs ruff: lines that are too long stand out here, before anyone pastes."""
+    check(paste(tutorial, tmp_path), "ruff")
+
+
+@pytest.mark.slow  # mypy reads torch
+@pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_s_package_passes_its_own_type_checker(
+    tutorial: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As its CI file runs mypy, strictly."""
+    monkeypatch.setenv("MYPY_CACHE_DIR", str(ROOT / ".mypy_cache"))
+    check(paste(tutorial, tmp_path), "mypy")
+
+
+def test_a_tutorial_s_readme_names_the_options_of_its_policy(tmp_path: Path) -> None:
+    """Those of the template are gone."""
+    package = paste(ROOT / "docs/tutorials/scheduler_policy.md", tmp_path)
+    declared = (package / "nanovllm_scheduler_lanes/plugin.py").read_text(encoding="utf-8")
+    readme = (package / "README.md").read_text(encoding="utf-8")
+    [options] = re.findall(r"options: \{(.*)\}", readme)
+    names = re.findall(r"(\w+):", options)
+    assert names == re.findall(r"^    (\w+): int = Field", declared, re.MULTILINE)
+    assert "ageing" not in readme

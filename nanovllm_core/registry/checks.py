@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
+from importlib.metadata import EntryPoint
 from types import ModuleType
 from typing import Any, get_args, get_type_hints
 
@@ -12,7 +13,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from pydantic import BaseModel
 
-from nanovllm_core.errors import PluginLoadError, describe_error
+from nanovllm_core.errors import PluginLoadError, describe_error, place_of
 from nanovllm_core.interfaces.attention import AttentionCapabilities, GraphSupport
 from nanovllm_core.interfaces.constraint import ConstraintSpec
 from nanovllm_core.interfaces.specs import (
@@ -35,6 +36,8 @@ from nanovllm_core.registry.hookspecs import PROJECT
 from nanovllm_core.registry.kinds import KINDS, Kind, contract_problem, declared_group
 
 CORE = "nanovllm-core"
+_LACKING = re.compile(r"(\w+)\.__init__\(\) missing \d+ required [\w-]+ arguments?: (.+)")
+"""Python's words where a class is made without an argument that it needs."""
 
 
 def load_error(
@@ -47,6 +50,27 @@ def load_error(
         f"{plugin.kind} {plugin.name!r}{owner} (entry point {plugin.entry_point}): "
         f"{problem}{original}"
     )
+
+
+def import_error(
+    plugin: InstalledPlugin, entry: EntryPoint, error: BaseException
+) -> PluginLoadError:
+    """Why an entry point's module did not import; where there is none, the entry point is wrong."""
+    if isinstance(error, ModuleNotFoundError) and f"{entry.module}.".startswith(f"{error.name}."):
+        line = f'{entry.name} = "{entry.value}" in {entry.group}'
+        return load_error(plugin, f"{error}; correct {line} and install it again")
+    return code_error(plugin, "it cannot be imported", error)
+
+
+def code_error(plugin: InstalledPlugin, problem: str, error: BaseException) -> PluginLoadError:
+    """What a plugin's code raised; a declaration without a required argument is named as that."""
+    lacking = _LACKING.fullmatch(str(error)) if isinstance(error, TypeError) else None
+    if not lacking:
+        return load_error(plugin, problem, error)
+    name, arguments = lacking.groups()
+    current = [kind.contract for kind in KINDS.values() if kind.spec.__name__ == name]
+    remedy = f"; add contract={current[0]}" if current and "'contract'" in arguments else ""
+    return load_error(plugin, f"its {name} lacks {arguments}{place_of(error)}{remedy}")
 
 
 def separate(distributions: Sequence[str]) -> str:
@@ -82,10 +106,12 @@ def only_spec(plugin: InstalledPlugin, kind: Kind, specs: Sequence[Any]) -> Any:
         )
     matching = [spec for spec in specs if spec.name == plugin.name]
     if len(matching) != 1:
+        hint = "" if matching else "; rename the spec or the entry point"
         raise load_error(
             plugin,
             f"{kind.hook} must return one spec named {plugin.name!r}, as the entry point is; "
-            f"it returned {[spec.name for spec in specs]} (is the function marked @hookimpl?)",
+            f"it returned {[spec.name for spec in specs]}"
+            f"{hint if specs else ' (is the function marked @hookimpl?)'}",
         )
     return matching[0]
 

@@ -36,6 +36,8 @@ from nanovllm_core.registry import hookspecs
 from nanovllm_core.registry.checks import (
     CORE,
     check_spec,
+    code_error,
+    import_error,
     load_error,
     missing_hook,
     only_spec,
@@ -222,7 +224,7 @@ class PluginManager:
             answers = self._pluggy.subset_hook_caller(kind.hook, others)()
             specs = [spec for answer in answers for spec in answer]
         except Exception as error:
-            raise load_error(plugin, f"its hook {kind.hook} gave no list", error) from error
+            raise code_error(plugin, f"its hook {kind.hook} gave no list", error) from error
         return only_spec(plugin, kind, specs)
 
     def enable(self, names: Iterable[str]) -> None:
@@ -235,7 +237,7 @@ class PluginManager:
         try:
             module = self._entries[plugin].load()
         except (Exception, SystemExit) as error:
-            raise load_error(plugin, "it cannot be imported", error) from error
+            raise import_error(plugin, self._entries[plugin], error) from error
         if self._pluggy.is_registered(module):
             return module
         try:

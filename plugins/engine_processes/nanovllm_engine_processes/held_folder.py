@@ -52,7 +52,11 @@ class HeldFolder:
 def _remove(path: Path, files: ExitStack, pid: int) -> None:
     """Remove the folder, unless this process is a fork of the one that has made it."""
     if os.getpid() == pid:
-        shutil.rmtree(path, ignore_errors=True)
+        # Under another name, for an engine that starts may make files in it meanwhile.
+        removed = path.with_suffix(".removed")
+        with suppress(FileNotFoundError):  # a signal came before it was made
+            path.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
     files.close()
 
 

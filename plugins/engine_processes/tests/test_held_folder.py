@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +61,26 @@ def test_folders_beside_each_other_stay_until_they_are_removed(place: Path) -> N
     assert {*place.iterdir()} == {first.path, unknown}
     del first  # a program that ends drops it too
     assert [*place.iterdir()] == [unknown]
+
+
+def test_a_folder_goes_though_another_process_writes_into_it(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an engine that starts does, after the files are listed and before the folder is removed.
+
+    Left without its lock, it would stay for ever.
+    """
+    held = HeldFolder(PREFIX)
+    rmdir = os.rmdir
+
+    def write_and_rmdir(*path: Any, **options: Any) -> None:
+        with suppress(FileNotFoundError):
+            (held.path / "late.values").touch()
+        rmdir(*path, **options)
+
+    monkeypatch.setattr(os, "rmdir", write_and_rmdir)
+    held.remove()
+    assert [*place.iterdir()] == []
 
 
 FORKED = """\

@@ -6,7 +6,9 @@ Shape suffixes as in `nanovllm_core.interfaces.logits_processor`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,12 +36,20 @@ END = "<end>"
 VOCAB, LENGTH = 257, 32
 """An id for each byte and one for the end of a text; what a row may hold."""
 PROMPT = (7, 3, 3, 11)
+Row = tuple[tuple[int, ...], tuple[int, ...]]
+"""Ids of a prompt and of what was given so far."""
 OUTPUTS: Sequence[tuple[int, ...]] = ((), (4,), (9, 9, 2, 30, 1, 12), (5,) * 28)
 """What four rows with this prompt have given so far; the last one's ids fill the table."""
-ROWS = (*((PROMPT, given) for given in OUTPUTS), *(((first,), ()) for first in (3, 7, 5, 30)))
+ROWS: Sequence[Row] = (
+    *((PROMPT, given) for given in OUTPUTS),
+    *(((first,), ()) for first in (3, 7, 5, 30)),
+)
 """Prompt and outputs of each row. Of the last four one id is known: a prompt may be that short, and
 a row that the device has ended is given so. There are four, so that of up to four different
 `arguments` each has one."""
+NUM_DRAWS, ALPHABETS = 32, (2, 3, 5, VOCAB)
+"""Further batches of rows are drawn where different arguments act alike on `ROWS`. Their ids are of
+so many, since few ids repeat sooner."""
 WAITING = (
     *("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal"),
     *("_unique2", "unique_dim", "unique_consecutive", "bincount"),
@@ -55,7 +65,8 @@ class LogitsProcessorConformance(SpecConformance):
     arguments: ClassVar[Sequence[Mapping[str, Any]]] = ({},)
     """What requests ask, as in `SamplingParams.logits_processors`; row i takes number i, round.
 
-    Give two that differ: whether each row gets what it asked for shows only there.
+    Give two that act differently on the suite's ids: whether each row gets what it asked for shows
+    only there.
     """
 
     @pytest.fixture
@@ -164,14 +175,11 @@ class LogitsProcessorConformance(SpecConformance):
                 "all rows ask for the same: if requests can ask differently, give two sets of "
                 "`arguments` that differ, in the test class"
             )
-        orders = [*range(len(ROWS))], [*reversed(range(len(ROWS)))]
-        together = [run(make(plugin, context), asked, order) for order in orders]
-        for arguments in different:
-            rows = [row for row in orders[0] if asked[row] == arguments]
-            alone = run(make(plugin, context), asked, rows)
-            for order, logits_SV in zip(orders, together, strict=True):
-                mixed = logits_SV[[order.index(row) for row in rows]]
-                _assert_same(mixed, alone, f"rows that ask {arguments!r}, among others")
+        _assert_as_alone(plugin, context, ROWS, asked)
+        for first, second in combinations(different, 2):
+            table = _table_that_tells_apart(plugin, context, first, second)
+            for turns in ((first, second), (second, first)):
+                _assert_as_alone(plugin, context, table, turns * (len(table) // 2))
 
     def test_a_second_call_does_what_the_first_did(
         self, processor: LogitsProcessor, asked: list[BaseModel]
@@ -265,11 +273,12 @@ def make_requests(
     asked: Sequence[BaseModel],
     rows: Sequence[int] = range(len(ROWS)),
     filler: int = -7,
+    table: Sequence[Row] = ROWS,
 ) -> list[LogitsRequest]:
-    """These rows, prepared in this order, with `filler` behind their known ids."""
+    """These rows of the table, prepared in this order, with `filler` behind their known ids."""
     requests = []
     for row in rows:
-        prompt, outputs = ROWS[row]
+        prompt, outputs = table[row]
         known = [*prompt, *outputs]
         ids = known + [filler] * (LENGTH - len(known))
         requests.append(
@@ -285,13 +294,68 @@ def make_requests(
 
 
 def run(
-    processor: LogitsProcessor, asked: Sequence[BaseModel], rows: Iterable[int], filler: int = -7
+    processor: LogitsProcessor,
+    asked: Sequence[BaseModel],
+    rows: Iterable[int],
+    filler: int = -7,
+    table: Sequence[Row] = ROWS,
 ) -> Tensor:
     """What the logits of these rows become, in a call of these rows."""
     chosen = list(rows)
     logits_SV = random_logits()[chosen].contiguous()
-    processor.process(logits_SV, make_requests(processor, asked, chosen, filler))
+    processor.process(logits_SV, make_requests(processor, asked, chosen, filler, table))
     return logits_SV
+
+
+def _assert_as_alone(
+    plugin: PluginUnderTest,
+    context: LogitsContext,
+    table: Sequence[Row],
+    asked: Sequence[BaseModel],
+) -> None:
+    """All rows at once, in both orders, become what a processor for each argument makes of them."""
+    orders = [*range(len(table))], [*reversed(range(len(table)))]
+    together = [run(make(plugin, context), asked, order, table=table) for order in orders]
+    for arguments in (one for i, one in enumerate(asked) if one not in asked[:i]):
+        rows = [row for row in orders[0] if asked[row] == arguments]
+        alone = run(make(plugin, context), asked, rows, table=table)
+        for order, logits_SV in zip(orders, together, strict=True):
+            mixed = logits_SV[[order.index(row) for row in rows]]
+            _assert_same(mixed, alone, f"rows that ask {arguments!r}, among others")
+
+
+def _table_that_tells_apart(
+    plugin: PluginUnderTest, context: LogitsContext, first: BaseModel, second: BaseModel
+) -> Sequence[Row]:
+    """Rows of which one becomes something else with the first arguments than with the second."""
+    processors = make(plugin, context), make(plugin, context)
+    for table in _tables():
+        made = [
+            run(processor, [arguments] * len(table), range(len(table)), table=table)
+            for processor, arguments in zip(processors, (first, second), strict=True)
+        ]
+        if not torch.equal(*made):
+            return table
+    raise AssertionError(
+        f"{first!r} and {second!r} do the same to all of the suite's rows, so a row that gets the "
+        "other's would not be noticed: give `arguments` that act differently on ids below "
+        f"{VOCAB}, of which a row knows at most {LENGTH}"
+    )
+
+
+def _tables() -> Iterator[Sequence[Row]]:
+    """The suite's rows, then drawn ones, which repeat what the few of the suite do not."""
+    yield ROWS
+    draw = random.Random(0)
+    for i in range(NUM_DRAWS):
+        ids = draw.sample(range(VOCAB), ALPHABETS[i % len(ALPHABETS)])
+        yield [_draw_row(draw, ids) for _ in ROWS]
+
+
+def _draw_row(draw: random.Random, ids: Sequence[int]) -> Row:
+    num_prompt = draw.randint(1, len(PROMPT))
+    known = draw.choices(ids, k=draw.randint(num_prompt, LENGTH))
+    return tuple(known[:num_prompt]), tuple(known[num_prompt:])
 
 
 def _assert_numbers(logits_SV: Tensor) -> None:

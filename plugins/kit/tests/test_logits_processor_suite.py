@@ -206,8 +206,41 @@ class FirstAdmitted(LastAdmitted):
         self.kept = getattr(self, "kept", arguments)
 
 
-def compare_rows(processor: type[LogitsProcessor], asked: Sequence[float]) -> None:
-    """Run the check on rows that ask for these shifts, in turns."""
+class Repeats(BaseModel):
+    """How many ids in a row are not given twice."""
+
+    n: int
+
+
+class NoRepeat(LogitsProcessor):
+    """Forbids the id that would complete a sequence of `n` ids which the row has already."""
+
+    def length_for(self, request: LogitsRequest) -> int:
+        assert isinstance(request.arguments, Repeats)
+        return request.arguments.n
+
+    def process(self, logits_SV: Tensor, requests: Sequence[LogitsRequest]) -> None:
+        for logits_V, request in zip(logits_SV, requests, strict=True):
+            known = request.token_ids[: int(request.num_known)].tolist()
+            before = self.length_for(request) - 1
+            for end in range(before, len(known)):
+                if known[end - before : end] == known[len(known) - before :]:
+                    logits_V[known[end]] = -torch.inf
+
+
+class NoRepeatOfLastAdmitted(NoRepeat):
+    """Remembers the length that the request which was admitted last asked for."""
+
+    def prepare(self, arguments: BaseModel) -> None:
+        assert isinstance(arguments, Repeats)
+        self.n = arguments.n
+
+    def length_for(self, request: LogitsRequest) -> int:
+        return self.n
+
+
+def compare(processor: type[LogitsProcessor], asked: Sequence[BaseModel]) -> None:
+    """Run the check on rows that ask for these, in turns."""
 
     class Made(PluginUnderTest):
         def load(self) -> Any:
@@ -218,8 +251,12 @@ def compare_rows(processor: type[LogitsProcessor], asked: Sequence[float]) -> No
         device=torch.device("cpu"), vocab_size=VOCAB, max_model_len=32, max_num_seqs=len(ROWS),
         tokenizer="",
     )  # fmt: skip
-    each: list[BaseModel] = [Shift(by=asked[i % len(asked)]) for i in range(len(ROWS))]
+    each = [asked[i % len(asked)] for i in range(len(ROWS))]
     LogitsProcessorConformance().test_each_row_gets_what_it_asked_for(plugin, context, each)
+
+
+def compare_rows(processor: type[LogitsProcessor], shifts: Sequence[float]) -> None:
+    compare(processor, [Shift(by=by) for by in shifts])
 
 
 @pytest.mark.parametrize("planted", [LastAdmitted, FirstAdmitted])
@@ -235,3 +272,20 @@ def test_rows_that_ask_differently_get_what_they_ask_for() -> None:
 def test_rows_that_all_ask_for_the_same_prove_nothing_about_that() -> None:
     with pytest.raises(pytest.skip.Exception, match="give two sets of `arguments` that differ"):
         compare_rows(LastAdmitted, [1.0, 1.0])
+
+
+@pytest.mark.parametrize("lengths", [(2, 3), (3, 2), (3, 5), (2, 3, 5)])
+def test_arguments_that_act_alike_on_most_rows_are_told_apart(lengths: Sequence[int]) -> None:
+    """On the suite's own rows each of these lengths forbids the same ids."""
+    asked = [Repeats(n=n) for n in lengths]
+    compare(NoRepeat, asked)
+    with pytest.raises(AssertionError, match="rows that ask"):
+        compare(NoRepeatOfLastAdmitted, asked)
+
+
+def test_arguments_that_act_alike_on_all_rows_are_refused() -> None:
+    """No row would show that it got what another asked for: 40 ids are more than a row has."""
+    with pytest.raises(
+        AssertionError, match=r"Repeats\(n=40\) and Repeats\(n=50\) do the same .* `arguments` that"
+    ):
+        compare(NoRepeatOfLastAdmitted, [Repeats(n=40), Repeats(n=50)])

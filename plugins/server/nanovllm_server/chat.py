@@ -37,6 +37,7 @@ def make_router(service: Service) -> APIRouter:
             admission=service.admission,
             stream=bool(body.stream),
             prompt_field="messages",
+            count_lost=service.count_lost,
         )
         return answer(work, ChatShape(service, model, body), body.stream_options)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nanovllm_core.cli import engine_options as options
-from nanovllm_server.server import run
+from nanovllm_server.server import held_address, run
 from nanovllm_server.settings import ServerSettings, parse_settings
 
 if TYPE_CHECKING:
@@ -92,16 +92,20 @@ def serve(
 
 
 def serve_in_process(config: EngineConfig, settings: ServerSettings) -> bool:
-    """Start the engine, and serve it in this process; False where something ended the server."""
+    """Start the engine, and serve it in this process; False where something ended the server.
+
+    The address is held from now on, so that of two servers one ends before it has loaded a model.
+    """
     from nanovllm_core import AsyncLLM
     from nanovllm_server.watch.health import close_within
 
-    Thread(target=import_app, daemon=True).start()  # beside the engine's start
-    llm = AsyncLLM.from_config(config)
-    try:
-        is_well = run(llm, settings)
-    finally:
-        is_closed = close_within(llm, settings.health.stuck_after_s)
+    with held_address(settings.host, settings.port) as sockets:
+        Thread(target=import_app, daemon=True).start()  # beside the engine's start
+        llm = AsyncLLM.from_config(config)
+        try:
+            is_well = run(llm, settings, sockets)
+        finally:
+            is_closed = close_within(llm, settings.health.stuck_after_s)
     return is_well and is_closed
 
 

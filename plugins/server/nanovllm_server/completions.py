@@ -38,6 +38,7 @@ def make_router(service: Service) -> APIRouter:
             admission=service.admission,
             stream=bool(body.stream),
             prompt_field="prompt",
+            count_lost=service.count_lost,
         )
         echoed = await service.texts_of(body.prompt) if body.echo else []
         check_echo(echoed, params.n)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import logging
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from nanovllm_core.errors import ConfigError
 from nanovllm_server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -17,10 +22,39 @@ if TYPE_CHECKING:
     from nanovllm_server.watch.watch import Watch
 
 
-def run(llm: AsyncLLM, settings: ServerSettings) -> bool:
+@contextmanager
+def held_address(host: str, port: int) -> Iterator[list[socket.socket]]:
+    """Sockets for a server that is to listen after its model is loaded, at the address of no other.
+
+    Raises ConfigError where an address cannot be had, or another server of this user holds it.
+    """
+    from nanovllm_server.guard.hosts import bound_sockets, claimed
+
+    with ExitStack() as held:
+        sockets = [held.enter_context(one) for one in bound_sockets(host, port)]
+        if sys.platform == "linux":  # where two may be bound while neither listens
+            for claim in claimed(sockets):
+                held.enter_context(claim)
+        yield sockets
+
+
+def listen(sockets: Sequence[socket.socket]) -> None:
+    """Let connections come. Raises ConfigError where another program does so at the address."""
+    for one in sockets:
+        host, port = one.getsockname()[:2]
+        try:
+            one.listen()
+        except OSError as error:
+            raise ConfigError(
+                f"the server cannot listen on {host!r}, port {port}: {error.strerror}; choose "
+                "others with --host and --port (0 takes a free one)"
+            ) from None
+
+
+def run(llm: AsyncLLM, settings: ServerSettings, sockets: list[socket.socket]) -> bool:
     """Serve until SIGINT or SIGTERM, and print the address when requests can come.
 
-    False where the engine's end ended the server.
+    `sockets` are those of `held_address`. False where the engine's end ended the server.
     """
     from nanovllm_server.guard.files import within_file_limit
     from nanovllm_server.guard.logs import configure_logging
@@ -29,7 +63,8 @@ def run(llm: AsyncLLM, settings: ServerSettings) -> bool:
     settings = within_file_limit(settings)
     server, watch = make_watched_server(llm, settings)
     server.announce = lambda: announce(settings_name(settings, llm.config.model), address(server))
-    server.run()
+    listen(sockets)
+    server.run(sockets)
     return watch.monitor.failure is None
 
 

@@ -39,6 +39,8 @@ class Service:
         rows = llm.config.limits.max_num_seqs * llm.config.data_parallel_size
         self.admission = Admission(rows, limits.max_queue, ledger=ledger)
         self.prompt_limits = PromptLimits.of(llm.info.max_model_len, limits.max_prompt_characters)
+        self.count_lost: Callable[[int], None] = lambda _: None
+        """Counts requests that end with their engine; what watches the server sets it."""
 
     def check_model(self, name: str | None) -> str:
         """The name that the answer carries; 404 for a model that is not served."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from nanovllm_core import AsyncLLM, RequestOutput, SamplingParams
 from nanovllm_core.engine import EngineLimits
+from nanovllm_core.errors import EngineClosedError, EngineError, RequestError
 from nanovllm_server.bodies import StreamOptions
 from nanovllm_server.errors import ApiError, of_engine
 from nanovllm_server.guard.admission import Admission
@@ -57,6 +58,8 @@ class Work:
     stream: bool
     prompt_field: str
     """The field that holds the prompts, for errors."""
+    count_lost: Callable[[int], None] = lambda _: None
+    """Called with the choices that end with their engine, of which no engine has a record."""
 
     @property
     def num_choices(self) -> int:
@@ -75,9 +78,13 @@ class Work:
         Closing the generator aborts every prompt.
         """
         if self.num_choices == 1:
-            async with aclosing(self._generate(0)) as outputs:
-                async for output in outputs:
-                    yield [(0, output)]
+            try:
+                async with aclosing(self._generate(0)) as outputs:
+                    async for output in outputs:
+                        yield [(0, output)]
+            except Exception as error:
+                self._count_if_lost(error, 1)
+                raise
             return
         if len(self.prompts) > 1:
             self.check_prompts()
@@ -92,17 +99,25 @@ class Work:
                 found = [await ready.get()]
                 while not ready.empty():
                     found.append(ready.get_nowait())
-                choices = []
+                choices = [one for one in found if not isinstance(one, Exception)]
+                left -= sum(output.finished for _, output in choices)
                 for one in found:
                     if isinstance(one, Exception):
+                        self._count_if_lost(one, left)
                         raise one
-                    choices.append(one)
-                    left -= one[1].finished
                 yield choices
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _count_if_lost(self, error: Exception, left: int) -> None:
+        """Count the choices that had not ended when the engine did.
+
+        A request that the engine refused, or that came after its end, has not begun.
+        """
+        if not isinstance(error, ApiError | RequestError | EngineClosedError):
+            self.count_lost(left)
 
     def check_prompts(self) -> None:
         """Raise what the engine would refuse any of the prompts for, before it has one of them.
@@ -217,6 +232,8 @@ class Answer(Response):
             async for choices in outputs:
                 for _, output in choices:
                     if output.finish_reason not in (None, "stop", "length"):
+                        if isinstance(output.error, EngineError):  # it ran on too many that ended
+                            self.work.count_lost(1)
                         raise output.error or ApiError(
                             503, "the request was aborted in the server", code="aborted"
                         )

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from nanovllm_core.config import EngineConfig
 from nanovllm_core.errors import ConfigError
 from nanovllm_server import command
 from nanovllm_server.guard import hosts
+from nanovllm_server.server import held_address, listen
 from nanovllm_server.settings import ServerSettings, parse_settings
 
 SECRET = "nvk-in-plain-text"
@@ -46,11 +48,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(nanovllm_core.AsyncLLM, "from_config", staticmethod(open_engine))
 
-    def run(_: Any, settings: Any) -> bool:
+    def run(_: Any, settings: Any, sockets: Any) -> bool:
         found.append(settings)
         return True
 
     monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(command, "held_address", lambda host, port: nullcontext())
     monkeypatch.setattr(hosts, "check_address", lambda host, port: None)
     return found
 
@@ -157,6 +160,38 @@ def test_an_address_that_cannot_be_had_ends_the_start_before_the_model(
             serve("--port", str(port))
     with pytest.raises(ConfigError, match=r"no\.such\.host\.invalid"):
         serve("--host", "no.such.host.invalid", "--port", "0", "--allow-anonymous")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the address is already in use")
+def test_a_second_server_of_one_address_ends_before_its_model(
+    served: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while the first one still loads its own, and does not listen."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setattr(command, "held_address", held_address)
+    refused: list[str] = []
+
+    def load_beside_another(_: Any) -> Any:
+        with pytest.raises(ConfigError) as error:
+            serve("--port", str(port))
+        refused.append(str(error.value))
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(nanovllm_core.AsyncLLM, "from_config", staticmethod(load_beside_another))
+    serve("--port", str(port))
+    assert re.fullmatch(rf"another server of this user has .*port {port}.*--port", refused[0])
+    assert len(refused) == len(served) == 1
+    serve("--port", str(port))  # it is free again
+
+
+def test_an_address_that_another_program_took_meanwhile_is_told_with_its_remedy() -> None:
+    """One that listens on all addresses of this machine, say, since the server was bound."""
+    with held_address("127.0.0.1", 0) as sockets:
+        port = sockets[0].getsockname()[1]
+        told = pytest.raises(ConfigError, match=rf"cannot listen on .*port {port}: .*--port")
+        with socket.create_server(("0.0.0.0", port)), told:
+            listen(sockets)
 
 
 def fields(model: Any, path: str = "") -> Iterator[str]:

@@ -35,6 +35,8 @@ VALUES: dict[str, Any] = {
     "limits": {"max_num_seqs": 4},
     "cache": {"num_blocks": 256, "block_size": 16},
 }
+ERRORS = ("request_success_total", 'finished_reason="error"')
+"""The metric of requests that ended with an error."""
 HEALTH = {"ping_s": 0.05, "stuck_after_s": 1.0}
 LONG = {"prompt": [5, 6, 7], "max_tokens": 500, "ignore_eos": True, "temperature": 0}
 
@@ -110,8 +112,8 @@ def pids(llm: AsyncLLM) -> list[int]:
     return [*llm._client.pids.values()]  # type: ignore[attr-defined]
 
 
-def metric(url: str, name: str) -> float:
-    pattern = rf"^nanovllm:{name}{{[^}}]*}} (.*)$"
+def metric(url: str, name: str, labels: str = "") -> float:
+    pattern = rf"^nanovllm:{name}{{{labels}[^}}]*}} (.*)$"
     return sum(map(float, re.findall(pattern, get(f"{url}/metrics")[1], re.MULTILINE)))
 
 
@@ -159,7 +161,7 @@ def test_two_engines_behind_the_server_are_counted_watched_and_survived() -> Non
         wait_for(lambda: counted()[0] >= requests + 4)
         wait_for(lambda: counted()[1] - counted()[0] == tokens - requests + 4 * 5 - 4)
         folder = Path(watch.monitor._llm.config.observers[-1].options["folder"])
-        assert len([*folder.glob("*.values")]) == 2
+        assert len([*folder.glob("*.values")]) == 2 + 1, "the server's has what no engine counts"
 
         # The engine's process says which plugins serve; the door's says where the engine is.
         used = {one["kind"]: one["name"] for one in json.loads(get(f"{url}/plugins")[1])["plugins"]}
@@ -345,7 +347,7 @@ def test_a_server_whose_engine_is_killed_starts_another_where_that_is_set() -> N
     stall = ["--set", "engine_client.options.stall_seconds=5"]
     with command(*restart, *stall) as (url, process, _):
         for end_it in (signal.SIGKILL, signal.SIGSTOP):
-            counted = metric(url, "generation_tokens_total")
+            counted, failed = metric(url, "generation_tokens_total"), metric(url, *ERRORS)
             stream = Stream(url)
             wait_for(lambda stream=stream: stream.text)  # type: ignore[misc]
             dying = engine_of(process.pid)
@@ -357,6 +359,7 @@ def test_a_server_whose_engine_is_killed_starts_another_where_that_is_set() -> N
             body = {"prompt": [5], "max_tokens": 4, "ignore_eos": True}
             assert json.loads(post(url, body).read())["usage"]["completion_tokens"] == 4
             assert metric(url, "generation_tokens_total") > counted + 4
+            assert metric(url, *ERRORS) == failed + 1
         process.terminate()
         assert end(process) == 0
 

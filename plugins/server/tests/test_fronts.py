@@ -292,6 +292,7 @@ def test_the_end_of_the_engine_ends_the_server_or_starts_another_engine() -> Non
             wait_for(lambda: all(get(f"{server.url}/ready")[0] == 200 for _ in range(8)))
             assert server.children["front"] == fronts, "they go on with the new engine"
             assert server.statuses(SHORT, 6) == [200] * 6
+            assert server.metric('request_success_total{finished_reason="error",.*}') == 4
             server.process.terminate()
             assert server.end() == 0
 

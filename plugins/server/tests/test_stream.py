@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from nanovllm_core import AsyncLLM, SamplingParams
 from nanovllm_core.errors import (
     EngineClosedError,
+    EngineError,
     InvalidPromptError,
     InvalidSamplingError,
     PluginFailedError,
@@ -136,6 +138,55 @@ def test_an_error_has_its_status_or_ends_the_stream_as_an_event(
         assert last["error"]["code"] == code
         assert b"[DONE]" not in sent[-1]["body"]
     assert SECRET not in caplog.text
+
+
+class Ending:
+    """An engine that answers the prompt [1], and gives a token of every other and then an error."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    async def generate(
+        self, prompt: list[int], _: SamplingParams, **__: Any
+    ) -> AsyncGenerator[Any, None]:
+        yield SimpleNamespace(index=0, finished=prompt == [1])
+        if prompt != [1]:
+            raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (EngineError("engine 0 ended with signal SIGKILL"), 2),
+        (RuntimeError("the device is gone"), 2),
+        (EngineClosedError("it had ended before"), 0),
+        (InvalidPromptError("empty"), 0),
+    ],
+)
+def test_choices_that_end_with_the_engine_are_counted_once_each(
+    error: Exception, lost: int, llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No engine counts them. What was refused had not begun, and what ended before was counted."""
+    monkeypatch.setattr(Work, "check_prompts", lambda _: None)
+    counted: list[int] = []
+    given = make_answer(llm, stream=True).work
+    engine: Any = Ending(error)
+    for prompts in ([[2], [1], [2]], [[2]]):
+        work = replace(given, llm=engine, prompts=prompts, count_lost=counted.append)
+        with pytest.raises(type(error)):
+            record(work)
+    assert counted == ([lost, 1] if lost else [])
+
+
+def test_a_choice_that_ran_on_too_many_engines_which_ended_is_counted(llm: AsyncLLM) -> None:
+    """Its last engine is gone with its record; one that its constraint ended has a record."""
+    for error, lost in ((EngineError("it had run on 2 engines"), [1]), (PluginFailedError(""), [])):
+        counted: list[int] = []
+        output: Any = SimpleNamespace(finish_reason="error", error=error)
+        response = make_answer(llm, True, Given, steps=[[(0, output)]])
+        response.work = replace(response.work, count_lost=counted.append)
+        assert events_of(collect(response))[-1]["error"]["code"] == "internal_error"
+        assert counted == lost
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import tempfile
 import threading
 import time
@@ -31,6 +32,7 @@ from nanovllm_kit import (
     PluginUnderTest,
     plugin_under_test,
 )
+from nanovllm_server.guard.drain import handled
 from nanovllm_server.server import address, make_server
 from nanovllm_server.settings import parse_settings
 from nanovllm_server.watch.exposition import HttpMetrics, HttpMetricsMiddleware
@@ -331,3 +333,35 @@ def test_a_signal_leaves_no_folder_behind_even_as_it_is_made(
         raise AssertionError("not ended")
     assert len(made) == 1
     assert [*tmp_path.iterdir()] == []
+
+
+def test_ctrl_c_leaves_no_folder_behind_where_it_ends_the_process_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the command does in the midst of an import, where no `finally` runs."""
+    left: list[list[Path]] = []
+
+    def end_at_once(*_: object) -> None:
+        left.append([*tmp_path.iterdir()])
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with handled((signal.SIGINT,), end_at_once):
+        with observed(EngineConfig.model_validate({"model": "demo"})):
+            assert len([*tmp_path.iterdir()]) == 1
+            signal.raise_signal(signal.SIGINT)
+        assert left == [[]]
+        assert signal.getsignal(signal.SIGINT) is end_at_once
+
+
+def test_a_process_that_ignores_ctrl_c_keeps_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one below `nohup`."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with observed(EngineConfig.model_validate({"model": "demo"})):
+            signal.raise_signal(signal.SIGINT)
+            assert len([*tmp_path.iterdir()]) == 1
+    finally:
+        signal.signal(signal.SIGINT, before)

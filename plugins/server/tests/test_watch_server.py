@@ -102,7 +102,7 @@ def test_probes_say_503_while_a_step_hangs_and_no_client_hangs() -> None:
 
 def test_a_server_with_a_new_engine_serves_on() -> None:
     """With `on_engine_death: restart`: the client of the old one gets an error, the next one text;
-    what was counted stays counted."""
+    what was counted stays counted, and the request that ended with its engine is."""
     values = {"device": "cpu", "limits": {"max_num_seqs": 2}, "cache": {"num_blocks": 256}}
     with observed(load_config("demo", overrides=values)) as config:
         llm = AsyncLLM.from_config(config)
@@ -114,18 +114,24 @@ def test_a_server_with_a_new_engine_serves_on() -> None:
         with served(llm, health={"ping_s": 0.05, "on_engine_death": "restart"}) as url:
             assert complete(url) == 200
             before = counted(url)
+            assert counted(url, ERRORS) == 0
             executor.collect = fail
             assert complete(url) >= 500
             wait_for(lambda: get(f"{url}/ready")[0] == 503)
             wait_for(lambda: get(f"{url}/ready")[0] == 200)
             assert complete(url) == 200
             assert counted(url) >= before + 5
+            assert counted(url, ERRORS) == 1
         llm.close()
 
 
-def counted(url: str) -> float:
-    """The tokens that engines of this server have generated."""
-    pattern = r'^nanovllm:generation_tokens_total{model_name="demo"} (.*)$'
+TOKENS = 'generation_tokens_total{model_name="demo"}'
+ERRORS = 'request_success_total{finished_reason="error",model_name="demo"}'
+
+
+def counted(url: str, name: str = TOKENS) -> float:
+    """A counter of this server; by default the tokens that its engines have generated."""
+    pattern = rf"^nanovllm:{re.escape(name)} (.*)$"
     [number] = re.findall(pattern, get(f"{url}/metrics")[1], re.MULTILINE)
     return float(number)
 

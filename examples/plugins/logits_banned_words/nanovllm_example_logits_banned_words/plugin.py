@@ -53,6 +53,11 @@ def most_banned(vocab_size: int) -> int:
 def check(arguments: BannedWordsArguments, vocab_size: int) -> list[str]:
     """Reasons to refuse a request, before it is queued."""
     reasons = []
+    num_ids = sum(map(len, arguments.banned))
+    if num_ids > vocab_size:
+        reasons.append(
+            f"ids and sequences have {num_ids} ids, and the limit is {vocab_size}; send fewer"
+        )
     outside = {i for sequence in arguments.banned for i in sequence if i >= vocab_size}
     if outside:
         reasons.append(

@@ -2,7 +2,7 @@
 
 Everything is compared on the device: a step may be launched before the host has seen the token of
 the one before. Shape suffixes: S rows that asked, V vocabulary, B banned sequences of a row, P ids
-before the last one in the longest of them, L ids of a row.
+before the last one in all of them together, L ids of a row.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from nanovllm_example_logits_banned_words.plugin import (
     most_banned,
 )
 
-ANY = -1
-"""Stands in a prefix for whatever was written."""
-
 
 @dataclass(frozen=True, slots=True)
 class Banned:
     """The sequences that a row must not complete, on the device.
 
-    `prefixes` [B, P] int32 are the ids before the last, right-aligned behind `ANY`; `lengths` [B]
-    how many they are, `last_ids` [B] int64 what they must not be followed by.
+    `prefix_ids` [P] int32 are the ids before the last one, of all sequences one behind another: in
+    a table, one long sequence would make each short one as long. `sequences` [P] int64 says which
+    sequence each is of, and `distances` [P] int64 how far it stands before the last one. `lengths`
+    [B] int32 is how many a sequence has, `last_ids` [B] int64 what must not follow them.
     """
 
-    prefixes: Tensor
+    prefix_ids: Tensor
+    sequences: Tensor
+    distances: Tensor
     lengths: Tensor
     last_ids: Tensor
 
@@ -47,21 +48,23 @@ class BannedWords(LogitsProcessor):
         self._words = words_to_ids(options.words, context)
 
     def prepare(self, arguments: BaseModel) -> Banned:
-        """The row's tables, copied without waiting for the device."""
+        """The row's tensors, copied without waiting for the device."""
         sequences = (*self._words, *cast(BannedWordsArguments, arguments).banned)
-        longest = max((len(sequence) for sequence in sequences), default=1) - 1
-        padded = [[ANY] * (longest + 1 - len(s)) + list(s[:-1]) for s in sequences]
+        lengths = [len(sequence) - 1 for sequence in sequences]
+        on_device = self._on_device
         return Banned(
-            prefixes=self._on_device(padded, torch.int32).view(len(sequences), longest),
-            lengths=self._on_device([len(s) - 1 for s in sequences], torch.int32),
-            last_ids=self._on_device([s[-1] for s in sequences], torch.int64),
+            prefix_ids=on_device([i for one in sequences for i in one[:-1]], torch.int32),
+            sequences=on_device([b for b, n in enumerate(lengths) for _ in range(n)], torch.int64),
+            distances=on_device([i for n in lengths for i in range(n, 0, -1)], torch.int64),
+            lengths=on_device(lengths, torch.int32),
+            last_ids=on_device([sequence[-1] for sequence in sequences], torch.int64),
         )
 
     def process(self, logits_SV: Tensor, requests: Sequence[LogitsRequest]) -> None:
         for logits_V, request in zip(logits_SV, requests, strict=True):
             forbid(logits_V, cast(Banned, request.state), request.token_ids, request.num_known)
 
-    def _on_device(self, values: list[int] | list[list[int]], dtype: torch.dtype) -> Tensor:
+    def _on_device(self, values: list[int], dtype: torch.dtype) -> Tensor:
         tensor = torch.tensor(values, dtype=dtype)
         if self.context.device.type == "cuda":
             tensor = tensor.pin_memory()  # an unpinned copy would wait for the device
@@ -70,11 +73,10 @@ class BannedWords(LogitsProcessor):
 
 def forbid(logits_V: Tensor, banned: Banned, token_ids_L: Tensor, num_known: Tensor) -> None:
     """-inf for the last id of every sequence whose prefix ends the `num_known` ids of the row."""
-    longest = banned.prefixes.shape[1]
-    places_P = num_known + torch.arange(-longest, 0, device=logits_V.device)
-    written_P = token_ids_L[places_P.clamp(min=0)]
-    same_BP = (banned.prefixes == written_P) | (banned.prefixes == ANY)
-    forbidden_B = same_BP.all(dim=1) & (banned.lengths <= num_known)
+    places_P = num_known - banned.distances
+    wrong_P = token_ids_L[places_P.clamp(min=0)] != banned.prefix_ids
+    num_wrong_B = torch.zeros_like(banned.lengths).index_add_(0, banned.sequences, wrong_P.int())
+    forbidden_B = (num_wrong_B == 0) & (banned.lengths <= num_known)
     # amin, as one id may end several sequences of which only some are forbidden now.
     values_B = torch.where(forbidden_B, -torch.inf, torch.inf).to(logits_V.dtype)
     logits_V.scatter_reduce_(0, banned.last_ids, values_B, reduce="amin")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,22 @@ def test_exactly_what_would_complete_a_banned_sequence_is_forbidden(
             assert after[row, token_id].item() == wanted
 
 
+def test_a_long_sequence_beside_many_short_ones_takes_room_for_itself_alone() -> None:
+    """Tables of all sequences at the length of the longest would have a million entries."""
+    num = 1000
+    arguments = BannedWordsArguments(sequences=(*[(1,)] * num, (2,) * num))
+    state = BannedWords(BannedWordsOptions(), CONTEXT).prepare(arguments)
+    tables = [getattr(state, one.name) for one in fields(state)]
+    assert sum(table.numel() for table in tables) < 6 * num
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ({"ids": [4, VOCAB_SIZE]}, "id 11 is outside the vocabulary of 11"),
         ({"sequences": [[40, 1]]}, "id 40 is outside"),
         ({"ids": list(range(6))}, "6 ids may be forbidden at a time, and the limit is 5 of 11"),
+        ({"ids": [1], "sequences": [[2] * 11]}, "12 ids, and the limit is 11; send fewer"),
     ],
 )
 def test_what_a_request_cannot_have_is_refused(arguments: dict[str, Any], said: str) -> None:

@@ -1,8 +1,8 @@
 """The engine's metrics: what each is called and means. docs/monitoring.md lists them from here.
 
 The stems are those of vLLM's metrics, so that its dashboards and alerts need only a new prefix.
-Counters and histograms come from the observer `prometheus`. Gauges are read from the engine's
-counters when /metrics is asked for.
+Counters and histograms come from the observer `prometheus`; the server itself counts the requests
+that end with their engine. Gauges are read from the engine's counters when /metrics is asked for.
 """
 
 from __future__ import annotations

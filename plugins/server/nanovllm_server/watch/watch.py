@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from asyncio import to_thread
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from starlette.routing import BaseRoute, Route, Router
@@ -13,6 +17,7 @@ from starlette.routing import BaseRoute, Route, Router
 from nanovllm_core import AsyncLLM, EngineConfig
 from nanovllm_core.api import ConfigError
 from nanovllm_engine_processes.held_folder import HeldFolder
+from nanovllm_server.guard.drain import handled
 from nanovllm_server.watch.exposition import (
     OTHER,
     EngineCollector,
@@ -23,9 +28,11 @@ from nanovllm_server.watch.exposition import (
 )
 from nanovllm_server.watch.facts import FactsEndpoints, LiveFacts, plugins_in_use
 from nanovllm_server.watch.health import EngineMonitor, HealthEndpoints, close_within
+from nanovllm_server.watch.metrics import LAYOUT, REQUESTS
 from nanovllm_server.watch.plugin import OPENTELEMETRY, PROMETHEUS
 from nanovllm_server.watch.route_plugins import RoutePlugins
 from nanovllm_server.watch.routes import RouteContext
+from nanovllm_server.watch.values import ValuesFile
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -47,15 +54,35 @@ def observed(
     """The configuration with the server's observers. Their private folder goes at the end."""
     held = HeldFolder(METRICS_PREFIX)
     try:
-        options = {"folder": str(held.path)}
-        added: list[dict[str, Any]] = [{"name": PROMETHEUS.name, "options": options}]
-        if tracing is not None:
-            added.append({"name": OPENTELEMETRY.name, "options": tracing.model_dump()})
-        values = {"model": config.model, "observers": added}
-        ours = EngineConfig.model_validate(values).observers
-        yield config.model_copy(update={"observers": (*config.observers, *ours)})
+        with removed_by_ctrl_c(held):
+            options = {"folder": str(held.path)}
+            added: list[dict[str, Any]] = [{"name": PROMETHEUS.name, "options": options}]
+            if tracing is not None:
+                added.append({"name": OPENTELEMETRY.name, "options": tracing.model_dump()})
+            values = {"model": config.model, "observers": added}
+            ours = EngineConfig.model_validate(values).observers
+            yield config.model_copy(update={"observers": (*config.observers, *ours)})
     finally:
         held.remove()
+
+
+@contextmanager
+def removed_by_ctrl_c(held: HeldFolder) -> Iterator[None]:
+    """Inside, Ctrl-C removes the folder before its own handler is called.
+
+    In the midst of an import that of the command ends the process at once, without any `finally`.
+    """
+    go_on = signal.getsignal(signal.SIGINT)
+    if not callable(go_on) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def remove_and_go_on(number: int, frame: FrameType | None) -> None:
+        held.remove()
+        go_on(number, frame)
+
+    with handled((signal.SIGINT,), remove_and_go_on):
+        yield
 
 
 def folder_of(config: EngineConfig) -> Path | None:
@@ -74,6 +101,9 @@ class Watch:
     def __init__(self, service: Service, front: FrontFacts) -> None:
         llm, settings = service.llm, service.settings
         folder, model_name = folder_of(llm.config), service.names[0]
+        if folder is not None:
+            requests = ValuesFile(folder, LAYOUT).counter(REQUESTS)
+            service.count_lost = partial(requests.add, label_value="error")
         self._service = service
         self._given = llm
         self._stop_server: Callable[[], None] = lambda: None
