@@ -41,7 +41,8 @@ class RequestView(Protocol):
 
     @property
     def request_id(self) -> str:
-        """Unique among the requests of an engine; further samples have ids of their own."""
+        """Unique among the unfinished requests of an engine; further samples have their own.
+        An id may come again once its request has ended."""
 
     @property
     def arrival_step(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from nanovllm_kit import (
     SchedulingPolicyConformance,
 )
 from nanovllm_kit.engine_harness import Harness, Progress, Setting
+from nanovllm_kit.scheduler_fairness import Endless
 
 from . import wrong_schedulers as wrong
 
@@ -26,6 +28,9 @@ LONG_QUEUE = "test_a_long_queue_is_served_to_its_end"
 LONG_PROMPT = "test_a_prompt_of_any_length_is_served"
 WORK = "test_the_work_of_a_step_grows_no_faster_than_a_sort"
 LEFT = "test_those_who_left_are_no_work"
+PROGRESS = "test_an_admitted_prompt_is_finished_whatever_arrives"
+AGAIN = "test_an_id_that_comes_again_is_served_as_a_fresh_one"
+SAME = "test_the_same_traffic_is_decided_the_same_way"
 BESIDE = "test_two_engines_do_not_disturb_each_other"
 READ_OFTEN = "test_a_key_is_the_same_however_often_it_is_read"
 KEYS_BOUND = "test_keys_keep_the_declared_bound"
@@ -76,6 +81,14 @@ def run(check: str, impl: type, promises: bool = True, seed: int = 0) -> None:
         (wrong.RemembersAll, LEFT),
         (wrong.OneQueueForAll, BESIDE),
         (wrong.OneTurnForAll, BESIDE),
+        (wrong.OneOrderForAll, BESIDE),
+        (wrong.VictimByDice, SAME),
+        (wrong.VictimByDice, BESIDE),
+        (wrong.RemembersSteps, AGAIN),
+        (wrong.RemembersIds, AGAIN),
+        (wrong.BegunWhileNoneDecodes, PROGRESS),
+        (wrong.BegunLast, PROGRESS),
+        (wrong.BegunWhileNoneWaits, PROGRESS),
         (wrong.LastAfterTwo, READ_OFTEN),
         (wrong.LastAfterTwo, PREEMPTED),
         (wrong.LastAfterManyOutputs, KEYS_BOUND),
@@ -121,9 +134,29 @@ def test_a_plugin_that_promises_no_order_is_held_to_serve_all(impl: type, check:
         run(check, impl, promises=False)
 
 
-@pytest.mark.parametrize("check", [*FAIRNESS, WORK, LEFT, BESIDE])
+@pytest.mark.parametrize("check", [*FAIRNESS, PROGRESS, AGAIN, WORK, LEFT, BESIDE])
 def test_what_the_bugs_are_planted_in_passes(check: str) -> None:
     run(check, wrong.InOrder)
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1, 3])
+def test_competitors_may_take_many_steps_each(steps_ahead: int) -> None:
+    """23 tokens at 2 a step are 12 steps for each of the 60 that may pass the watched request."""
+    sizes = Setting(
+        num_blocks=62,
+        block_size=4,
+        max_num_seqs=1,
+        max_num_batched_tokens=2,
+        max_model_len=236,
+        prefix_caching=False,
+        steps_ahead=steps_ahead,
+    )
+    scene = Endless(
+        sizes, length=23, answer=1, per_step=1, priorities=(0,), before=0, queue=0, watched=235
+    )
+    suite = SchedulingPolicyConformance()
+    one = plugin(wrong.ShortFirst)
+    assert suite._watch_one(one, scene, lambda r: (r.num_tokens - 1) / 4, Random(0))
 
 
 @pytest.mark.parametrize("seed", [8, 9, 11])
@@ -132,7 +165,7 @@ def test_a_policy_whose_whole_number_keys_tie_passes(seed: int) -> None:
     run(LEFT, wrong.ByClass, promises=False, seed=seed)
 
 
-@pytest.mark.parametrize("check", [*FAIRNESS[1:], WORK, LEFT])
+@pytest.mark.parametrize("check", [*FAIRNESS[1:], PROGRESS, AGAIN, WORK, LEFT])
 @pytest.mark.parametrize(
     "impl",
     [
@@ -180,6 +213,43 @@ def test_an_engine_that_is_starved_says_whose_fault_it_is() -> None:
         harness.add(f"r{i}", [i] * 4, SamplingParams(temperature=0, max_tokens=60))
     with pytest.raises(SchedulerError, match=r"^NeverAfterFive scheduled nothing while nothing"):
         harness.run()
+
+
+@pytest.mark.parametrize(
+    ("check", "runs"),
+    [(SAME, ("the first time", "the second time")), (BESIDE, ("alone", "beside another engine"))],
+)
+def test_a_decision_by_dice_is_shown_with_its_likely_causes(
+    check: str, runs: tuple[str, str]
+) -> None:
+    """The step, what was decided in each of the two runs, and what to look for."""
+    one, other = runs
+    parted = rf"^after the decision of step \d+: {one}, it preempted '\S+' of .*; {other}, it "
+    causes = r"state that instances share .* a clock, on dice, or on the order of hashes"
+    with pytest.raises(AssertionError, match=f"{parted}(?s:.*){causes}"):
+        run(check, wrong.VictimByDice)
+
+
+def test_a_decision_by_shared_state_is_shown_with_its_likely_causes() -> None:
+    """Shares too, and where hypothesis cannot repeat the failure, since the state has moved on."""
+    for seed in range(4):
+        message = r"^step \d+: alone, it gave .*; beside another engine, it .*Likely causes"
+        with pytest.raises(AssertionError, match=message):
+            run(BESIDE, wrong.OneOrderForAll, seed=seed)
+
+
+@pytest.mark.parametrize("impl", [wrong.RemembersSteps, wrong.RemembersIds])
+def test_an_id_that_is_remembered_is_shown_with_the_remedy(impl: type) -> None:
+    """The failure names the step, both decisions, and what identifies a request."""
+    with pytest.raises(AssertionError, match=r"^step \d+: .*fresh, it gave .*arrival_index"):
+        run(AGAIN, impl)
+
+
+def test_dice_are_not_taken_for_an_id_that_is_remembered() -> None:
+    """The check of ids finds them too, in two runs of the same ids."""
+    random.seed(0)  # of the process, which hypothesis does not seed for this check
+    with pytest.raises(AssertionError, match=r": the first time, it preempted .* on dice"):
+        run(AGAIN, wrong.VictimByDice)
 
 
 def test_a_failure_says_how_much_work_was_allowed() -> None:

@@ -7,6 +7,7 @@ docstring says.
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -238,6 +239,65 @@ class OneTurnForAll(InOrder):
         return latest[-1 - len(self.turns) % min(2, len(latest))].request_id
 
 
+class OneOrderForAll(InOrder):
+    """Turns the order round in every second step, and counts the steps at the class."""
+
+    steps: ClassVar[list[None]] = []
+
+    def order(self, state: SchedulerState) -> Iterable[RequestView]:
+        self.steps.append(None)
+        return list(super().order(state))[:: -1 if len(self.steps) % 2 else 1]
+
+
+class VictimByDice(InOrder):
+    """The victim is drawn from the dice of the process."""
+
+    def choose_victim(self, running: Sequence[RequestView]) -> str:
+        return random.choice(running).request_id
+
+
+class RemembersSteps(InOrder):
+    """Orders by the step in which an id was first seen, also where that was an earlier request."""
+
+    def __init__(self, options: BaseModel) -> None:
+        super().__init__(options)
+        self.seen: dict[str, int] = {}
+
+    def order(self, state: SchedulerState) -> Iterable[RequestView]:
+        for request in super().order(state):
+            self.seen.setdefault(request.request_id, state.step)
+        return sorted(super().order(state), key=lambda r: self.seen[r.request_id])
+
+
+def without_begun(state: SchedulerState) -> SchedulerState:
+    """The same step with no unfinished prompt, and without the blocks that these need."""
+    rest = sum(state.num_new_blocks(r, r.num_tokens - r.num_scheduled) for r in state.prefilling)
+    return replace(state, prefilling=(), free_blocks=max(0, state.free_blocks - rest))
+
+
+class BegunWhileNoneDecodes(InOrder):
+    """Unfinished prompts go on only while nothing decodes."""
+
+    def schedule(self, state: SchedulerState) -> Sequence[PrefillShare]:
+        return super().schedule(without_begun(state) if state.decoding else state)
+
+
+class BegunLast(InOrder):
+    """Unfinished prompts get what the admitted ones leave of the budget."""
+
+    def schedule(self, state: SchedulerState) -> Sequence[PrefillShare]:
+        new = super().schedule(without_begun(state))
+        left = state.token_budget - sum(share.num_tokens for share in new)
+        return [*super().schedule(replace(state, waiting=(), token_budget=left)), *new]
+
+
+class BegunWhileNoneWaits(InOrder):
+    """Unfinished prompts go on only in steps that admit nobody."""
+
+    def schedule(self, state: SchedulerState) -> Sequence[PrefillShare]:
+        return super().schedule(without_begun(state)) or super().schedule(state)
+
+
 # -- policies with a bug
 
 
@@ -290,6 +350,17 @@ class LongNever(First):
         return (request.num_prompt_tokens > 2_000, request.arrival_index)
 
 
+class RemembersIds(First):
+    """Orders by the number of the first request that had the id."""
+
+    def __init__(self, options: BaseModel) -> None:
+        super().__init__(options)
+        self.seen: dict[str, int] = {}
+
+    def service_key(self, request: RequestView) -> tuple[float, ...]:
+        return (self.seen.setdefault(request.request_id, request.arrival_index),)
+
+
 class SquaredKey(First):
     """For each that joins, looks at all that joined before."""
 
@@ -325,6 +396,13 @@ class ListKey(SquaredKey):
 
 
 # -- right ones, of other kinds
+
+
+class ShortFirst(First):
+    """The shortest prompt first, with four tokens of advantage for each step of waiting."""
+
+    def service_key(self, request: RequestView) -> tuple[float, ...]:
+        return (request.num_tokens + 4 * request.arrival_step,)
 
 
 class LastInFirstOut(InOrder):

@@ -14,7 +14,7 @@ An author's test file, whole:
 
 The plugin drives the real engine, with a fake worker whose results come several steps late and
 whose tokens betray every mistake with blocks, rows and lengths; a policy through the core's own
-scheduler. The checks of both levels are in four files, by what they are about. Nothing here imports
+scheduler. The checks of both levels are in six files, by what they are about. Nothing here imports
 torch.
 """
 
@@ -36,6 +36,7 @@ from nanovllm_kit.scheduler_decisions import SchedulerDecisions
 from nanovllm_kit.scheduler_fairness import SchedulerFairness
 from nanovllm_kit.scheduler_growth import SchedulerGrowth
 from nanovllm_kit.scheduler_labels import KeysOfLabels, SchedulerLabels
+from nanovllm_kit.scheduler_progress import SchedulerProgress
 from nanovllm_kit.scheduler_queue import SchedulerQueue
 from nanovllm_kit.scheduler_views import View, hours_pass, views
 from nanovllm_kit.scheduler_watch import ReadOnlyRequest
@@ -63,7 +64,12 @@ def _another(view: View, number: int, draws: Random) -> View:
 # pytest runs the last base's checks first: the decisions, whose failures tell most, then what takes
 # a longer run.
 class _SchedulingConformance(
-    SchedulerGrowth, SchedulerFairness, SchedulerLabels, SchedulerQueue, SchedulerDecisions
+    SchedulerGrowth,
+    SchedulerFairness,
+    SchedulerProgress,
+    SchedulerLabels,
+    SchedulerQueue,
+    SchedulerDecisions,
 ):
     """What holds at both levels."""
 

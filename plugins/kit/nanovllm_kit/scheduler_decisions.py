@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from nanovllm_kit.conformance import PluginUnderTest
 from nanovllm_kit.engine_harness import Setting
 from nanovllm_kit.scheduler_base import AHEAD, ONE_TOKEN, SchedulingConformance, for_each
+from nanovllm_kit.scheduler_compare import NOT_TOLD_ALONE, TWICE, assert_same_decisions
 from nanovllm_kit.scheduler_views import hours_pass
 from nanovllm_kit.scheduler_watch import (
     Rule,
@@ -116,11 +117,11 @@ class SchedulerDecisions(SchedulingConformance):
         """Two runs agree in every share and every victim: no clock, no dice, no shared state."""
 
         def agrees(case: Traffic) -> None:
+            __tracebackhide__ = True
             first = self.run(plugin, case, anything_goes)
             with hours_pass():
                 second = self.run(plugin, case, anything_goes)
-            assert first.decisions == second.decisions
-            assert first.victims == second.victims
+            assert_same_decisions(first, second, TWICE, NOT_TOLD_ALONE)
 
         for_each(traffic(), draws, agrees)
 
@@ -130,16 +131,17 @@ class SchedulerDecisions(SchedulingConformance):
         """Step by step beside another engine whose requests have the same ids: equal decisions."""
 
         def agrees(cases: tuple[Traffic, Traffic]) -> None:
+            __tracebackhide__ = True
             alone = [self.run(plugin, case, anything_goes) for case in cases]
             beside = [Watch(self.make_scheduler(plugin)) for _ in cases]
-            runs = [
+            steps = [
                 play(self.harness_of(watch, case.setting), case.arrivals)
                 for case, watch in zip(cases, beside, strict=True)
             ]
-            for _ in zip_longest(*runs):
+            for _ in zip_longest(*steps):
                 pass
             for first, second in zip(alone, beside, strict=True):
-                assert first.decisions == second.decisions
-                assert first.victims == second.victims
+                runs = ("alone", "beside another engine")
+                assert_same_decisions(first, second, runs, NOT_TOLD_ALONE)
 
         for_each(st.tuples(traffic(), traffic()), draws, agrees, examples=25)

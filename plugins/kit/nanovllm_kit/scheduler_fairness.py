@@ -35,6 +35,8 @@ MOST_ARRIVALS = 300
 LONGEST_PROMPT = 131_072
 LONGEST_QUEUE = 1_500
 MOST_PREEMPTIONS = 30
+COMPUTED = 3
+"""Times that a request which may pass is computed: blocks are short, so some are preempted."""
 CALM = 100
 """Steps within which a request begins while rows, blocks and budget are free for all."""
 
@@ -56,6 +58,16 @@ class Endless:
     """Requests that came at once, before all."""
     watched: int
     """Tokens of the watched prompt at most; fewer where its bound is too long to wait for."""
+
+    def steps_of_one(self) -> int:
+        """Steps in which one of the others has been served, even if no two go on together.
+
+        A long prompt takes many steps of a small budget, of which each other row may take a token.
+        """
+        sizes = self.setting
+        budget = sizes.max_num_batched_tokens - (sizes.max_num_seqs - 1)
+        chunks = -(-(self.length + self.answer) // budget)
+        return chunks + self.answer + sizes.steps_ahead
 
 
 def draw_endless(draws: Random) -> Endless:
@@ -215,15 +227,19 @@ class SchedulerFairness(SchedulingConformance):
         request, declared = _add_watched(harness, scene, bound)
         if declared > LONGEST_BOUND:
             return False
-        # Those who may pass, at a step or two each, then the prompt's own chunks.
+        # All who may pass, one after the other: how many go on together depends on the blocks. One
+        # that passes too late is found by `turns`, long before.
         passing = scene.queue + scene.per_step * (int(declared) + scene.before + 2)
-        chunks = scene.watched // scene.setting.max_num_batched_tokens
-        for _ in range(6 * passing * scene.answer + chunks + 50):
+        allowed = COMPUTED * passing * scene.steps_of_one() + CALM
+        for _ in range(allowed):
             if request.wait_steps is not None:
                 return True
             others.arrive(scene.per_step, scene.length)
             harness.step()
-        raise AssertionError(f"starved; the declared bound is {declared:g} steps; {scene}")
+        raise AssertionError(
+            f"starved: not admitted in {allowed} steps, in which the {passing} requests that may "
+            f"pass are served one by one; the declared bound is {declared:g} steps; {scene}"
+        )
 
     def test_a_long_queue_is_served_to_its_end(
         self, plugin: PluginUnderTest, draws: Random

@@ -8,14 +8,26 @@ import pytest
 
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_kit.conformance import PluginUnderTest
-from nanovllm_kit.engine_harness import Setting
+from nanovllm_kit.engine_harness import Harness, Setting
 from nanovllm_kit.scheduler_base import (
     AHEAD,
+    ONE_TOKEN,
     SchedulingConformance,
     assert_all_end,
     for_each,
 )
+from nanovllm_kit.scheduler_compare import NOT_TOLD_ALONE, TWICE, assert_same_decisions
+from nanovllm_kit.scheduler_watch import Watch
 from nanovllm_kit.traffic import Traffic, drive, traffic
+
+RETURNING = tuple("abcdef")
+STRANGERS = tuple("ABCDEF")
+QUEUES = 8
+"""In which ids come again."""
+BY_ID = (
+    "Likely cause: what was known of an earlier request with the same id. An id may come again "
+    "once its request has ended; arrival_index tells requests apart"
+)
 
 
 class SchedulerQueue(SchedulingConformance):
@@ -60,6 +72,51 @@ class SchedulerQueue(SchedulingConformance):
                 harness.finished.clear()
 
         for_each(traffic(), draws, ends, examples=12)
+
+    def test_an_id_that_comes_again_is_served_as_a_fresh_one(
+        self, plugin: PluginUnderTest, draws: Random
+    ) -> None:
+        """A queue is served in the same order whether its ids were there before or others were."""
+        seeds = [draws.getrandbits(64) for _ in range(QUEUES)]
+        once, again, fresh = (
+            [self._serve_after(plugin, earlier, Random(seed)) for seed in seeds]
+            for earlier in (RETURNING, RETURNING, STRANGERS)
+        )
+        # First of all queues: dice differ here already, and are no matter of ids.
+        for one, other in zip(once, again, strict=True):
+            assert_same_decisions(one, other, TWICE, NOT_TOLD_ALONE)
+        for one, other in zip(again, fresh, strict=True):
+            runs = ("where some ids came again", "where all ids were fresh")
+            assert_same_decisions(one, other, runs, BY_ID)
+
+    def _serve_after(
+        self, plugin: PluginUnderTest, earlier: tuple[str, ...], draws: Random
+    ) -> Watch:
+        """How a drawn queue was served in an engine in which `earlier` ids had come and gone."""
+        watch = Watch(self.make_scheduler(plugin))
+        setting = Setting(
+            num_blocks=draws.randint(8, 14),
+            max_num_seqs=draws.randint(1, 3),
+            max_num_batched_tokens=draws.randint(8, 40),
+            prefix_caching=False,
+            steps_ahead=draws.randint(0, 2),
+        )
+        harness = self.harness_of(watch, setting)
+        for name in earlier:
+            _come_and_go(harness, name, draws)
+        for past in (watch.decisions, watch.victims, watch.victim_steps):
+            past.clear()
+        names = [*RETURNING, *"ghijkl"]
+        draws.shuffle(names)
+        for name in names:
+            answer = SamplingParams(
+                temperature=0, max_tokens=draws.randint(1, 12), priority=draws.randint(-1, 1)
+            )
+            harness.add(name, [1] * draws.randint(1, 20), answer)
+            for _ in range(draws.choice([0, 0, 0, 1, 4])):
+                harness.step()
+        assert_all_end(harness)
+        return watch
 
     @pytest.mark.parametrize("steps", [1, 2, 5], ids="aborted_after_{}".format)
     @pytest.mark.parametrize("steps_ahead", [0, 1, 3], ids=AHEAD)
@@ -121,3 +178,16 @@ class SchedulerQueue(SchedulingConformance):
             harness.add(name, range(23), SamplingParams(temperature=0, max_tokens=2))
             assert_all_end(harness)
         assert harness.finished["b", 0].num_cached_tokens == 20
+
+
+def _come_and_go(harness: Harness, name: str, draws: Random) -> None:
+    """A request waits or runs, alone, so that its id decides nothing; it is aborted or ends."""
+    harness.add(name, [1] * draws.randint(1, 20), ONE_TOKEN)
+    steps = draws.choice([0, 1, None])
+    if steps is not None:
+        for _ in range(steps):
+            harness.step()
+        harness.engine.abort(name)
+    assert_all_end(harness)
+    harness.requests.clear()
+    harness.finished.clear()

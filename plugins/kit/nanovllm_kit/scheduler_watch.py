@@ -152,9 +152,12 @@ class Watch(Scheduler):
     decisions: list[Decision] = field(default_factory=list)
     victims: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
     """The running requests when one had to be preempted, and the one that was."""
+    victim_steps: list[int] = field(default_factory=list)
+    """For each victim, the step of the last decision before it."""
     asked_labels: set[str] = field(default_factory=set)
     """The names of labels that the scheduler has looked for."""
     _views: dict[str, ReadOnlyRequest] = field(default_factory=dict)
+    _step: int = -1
 
     def __post_init__(self) -> None:
         self.__class__ = type(type(self.scheduler).__name__, (type(self),), {})
@@ -167,6 +170,7 @@ class Watch(Scheduler):
         self.scheduler.remove(self._views[request.request_id])
 
     def schedule(self, state: SchedulerState) -> Sequence[PrefillShare]:
+        self._step = state.step
         shown = replace(
             state,
             waiting=tuple(self._views[r.request_id] for r in state.waiting),
@@ -193,6 +197,7 @@ class Watch(Scheduler):
         ids = tuple(request.request_id for request in running)
         victim = self.scheduler.choose_victim(tuple(self._views[name] for name in ids))
         self.victims.append((ids, victim))
+        self.victim_steps.append(self._step)
         return victim
 
 
