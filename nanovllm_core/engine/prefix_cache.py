@@ -96,8 +96,8 @@ class PagedKV:
     def num_new_blocks(self, request: Request, num_tokens: int) -> int:
         """The most free blocks that computing `num_tokens` more tokens of a request would take.
 
-        In chunks as long as a step: what lies behind a window by then is free again. None where the
-        request has more blocks already, as rows that decode have early.
+        In chunks as long as a step: what lies behind a window by then is free again. 0 where the
+        request has more blocks already, as a row that decodes may, early.
         """
         if request.row >= 0:
             done = request.num_scheduled

@@ -29,6 +29,13 @@ def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens)
 
 
+class Reserving(FcfsPolicy):
+    """Blocks for a share of each answer."""
+
+    def __init__(self, reserve: Any) -> None:
+        self.reserve = reserve
+
+
 class Scripted(Scheduler):
     """Decides what the test says."""
 
@@ -249,12 +256,9 @@ def test_a_policy_may_reserve_blocks_for_answers(
 
     With halves of answers two requests run at once, and one is preempted at the end.
     """
-
-    class Reserving(FcfsPolicy):
-        pass
-
-    Reserving.reserve = reserve
-    harness = Harness(Setting(num_blocks=5, steps_ahead=0), TokenBudgetScheduler(Reserving()))
+    harness = Harness(
+        Setting(num_blocks=5, steps_ahead=0), TokenBudgetScheduler(Reserving(reserve))
+    )
     requests = [harness.add(f"{i}", [i] * 4, greedy(8))[0] for i in range(3)]
     harness.run()
     harness.check_all()
@@ -266,14 +270,9 @@ def test_a_policy_may_reserve_blocks_for_answers(
 def test_a_block_that_a_row_has_early_is_not_given_to_a_prompt(reserve: float) -> None:
     """A row that decodes may have its next block before its share of the answer needs it. A prompt
     that needs one block more than are free waits."""
-
-    class Reserving(FcfsPolicy):
-        pass
-
-    Reserving.reserve = reserve
     setting = Setting(num_blocks=40, block_size=16, max_num_batched_tokens=2048, max_model_len=640)
     for joins in range(16, 30):
-        harness = Harness(setting, TokenBudgetScheduler(Reserving()))
+        harness = Harness(setting, TokenBudgetScheduler(Reserving(reserve)))
         harness.add("a", range(10), greedy(40))
         harness.add("b", range(40, 34, -1), greedy(28))
         for _ in range(joins):
@@ -286,12 +285,8 @@ def test_a_block_that_a_row_has_early_is_not_given_to_a_prompt(reserve: float) -
 
 @pytest.mark.parametrize("reserve", [-0.1, 1.01, float("nan"), "all", None])
 def test_a_share_to_reserve_is_0_to_1(reserve: Any) -> None:
-    class Reserving(FcfsPolicy):
-        pass
-
-    Reserving.reserve = reserve
     with pytest.raises(SchedulerError, match=r"Reserving: reserve is .*; it must be a share"):
-        TokenBudgetScheduler(Reserving())
+        TokenBudgetScheduler(Reserving(reserve))
 
 
 def test_a_scheduler_sees_the_requests_that_decode_and_the_blocks_they_would_take() -> None:
