@@ -21,6 +21,7 @@ from nanovllm_core.errors import (
     DeviceError,
     PluginLoadError,
     SchedulerError,
+    UnsupportedError,
 )
 from nanovllm_core.registry.manager import get_plugin_manager
 from nanovllm_core.selection import startup
@@ -30,6 +31,7 @@ from nanovllm_core.selection.decisions import Decisions, resolve_device
 from nanovllm_core.selection.startup import start
 
 from .e2e.tiny import write_config
+from .latent import install_latent, write_latent
 
 Install = Callable[..., None]
 
@@ -74,6 +76,26 @@ def test_steps_with_prompts_are_captured_where_the_backend_says_so(folder: Path)
     assert sizes("sdpa") == ()
     with pytest.raises(ConfigError, match=r"prompt_sizes: \[64\].*'sdpa': its prefill cannot"):
         sizes("sdpa", **named)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_prompts_of_latent_attention_are_captured_over_rows_that_the_backend_serves(
+    tmp_path: Path, install: Install
+) -> None:
+    """Where it attends to rows at all, and to rows of that size, whatever a head's keys are."""
+    pytest.importorskip("nanovllm_attention_triton", reason="needs a backend that can")
+    install_latent(install)
+
+    def decisions(backend: str, **changes: Any) -> Decisions:
+        folder, _ = write_latent(tmp_path / f"{backend}-{len(changes)}", **changes)
+        return decided(folder, attention=backend, **{"cuda_graphs.prompt_sizes": [64]})
+
+    assert decisions("triton").prompt_graph_sizes == (64,)
+    with pytest.raises(ConfigError, match="'sdpa': its prefill cannot be captured"):
+        _ = decisions("sdpa").prompt_graph_sizes
+    wide = decisions("triton", kv_lora_rank=1024)
+    with pytest.raises(UnsupportedError, match="latent part has 1024 numbers, at most 512"):
+        _ = wide.prompt_graph_sizes
 
 
 # -- where the checkpoint is ----------------------------------------------------------------------

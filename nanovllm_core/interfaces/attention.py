@@ -38,9 +38,11 @@ A block of the KV cache is a page in FlashAttention's words.
 A **latent** group (`LatentHeads`) caches one row of R numbers per token, the key of all heads;
 values are its first `latent_size` numbers. `run_decode` then gets queries of R numbers, k_cache
 [N, P, 1, R], v_cache [N, P, 1, latent_size] (a view of k_cache: each row needs to be read only
-once) and out [B, H, latent_size]. Prompts never come to `plan_prefill` and `run_prefill`: the core
-computes keys and values and calls `run_packed`, for the step's own tokens and for each part of the
-context. Only a backend that declares `latent` is chosen for such groups.
+once) and out [B, H, latent_size]. Of the prompts of eager steps the core computes keys and values
+and calls `run_packed`, for the step's own tokens and for each part of the context: then
+`plan_prefill` and `run_prefill` are not called. Only a backend that declares `latent` is chosen for
+such groups. Where one declares `latent_prefill` too, steps with prompts are captured, and its
+`plan_prefill` and `run_prefill` get these prompts, with queries, caches and outputs as in decode.
 
 Shape suffixes: T tokens, B decode rows, S prefill sequences, H query heads, K KV heads,
 D head size, N KV blocks, P tokens per block, M blocks per sequence at most; L packed keys,
@@ -76,7 +78,8 @@ class AttentionCapabilities:
     """The capabilities of a backend, as data. One that is not declared is not supported.
 
     `head_sizes`: None means any. `latent`: it serves groups that cache one row per token, whose
-    sizes `head_sizes` does not limit, but `spec.check` may.
+    sizes `head_sizes` does not limit, but `spec.check` may. `latent_prefill`: its `run_prefill`
+    serves such groups, for steps with prompts that are captured.
     `needs_finite_tail`: the backend reads (and discards) keys that a sequence does not see, in the
     unused tail of its last block or in blocks wholly before its window, so blocks must hold finite
     numbers.
@@ -93,6 +96,7 @@ class AttentionCapabilities:
     sliding_window: bool = False
     soft_cap: bool = False
     latent: bool = False
+    latent_prefill: bool = False
     needs_finite_tail: bool = False
     cuda_graphs: GraphSupport = "none"
 
@@ -104,8 +108,9 @@ class AttentionRequirements:
     `cuda_graphs`: its calls will be captured. Prefill is chosen without it and then checked with
     it; if the backend refuses, steps with prompts run eagerly.
     `num_kv_heads`, `head_size` and `value_size` (None: as `head_size`) are those that the phase
-    attends with. Of a `latent` group these are one head and the cached row in decode steps, and in
-    prompts, which are not captured, as many heads as q has: 1, 576, 512 and H, 192, 128.
+    attends with. Of a `latent` group these are one head and the cached row in decode steps and in
+    prompts that are captured, and in other prompts as many heads as q has: 1, 576, 512 and H, 192,
+    128.
     """
 
     phase: Phase

@@ -88,7 +88,7 @@ def select_attention(
         report.append(f"attention {phase}: {taken.label}")
         chosen.append(taken)
     layout, block_size = _common_blocks(chosen[0], chosen[1], requirements.block_size)
-    captured = {replace(one, cuda_graphs=True): layers for one, layers in prefill.items()}
+    captured = _captured_prefill(prefill, decode)
     eager_prefill_reasons = _ask_all(chosen[0].spec, chosen[0].resolved, captured).reasons
     if eager_prefill_reasons and requirements.cuda_graphs:
         report.append(f"steps with prompts run without graphs: {'; '.join(eager_prefill_reasons)}")
@@ -100,6 +100,13 @@ def select_attention(
         report=tuple(dict.fromkeys(report)),
         eager_prefill_reasons=eager_prefill_reasons,
     )
+
+
+def _captured_prefill(prefill: Asked, decode: Asked) -> Asked:
+    """The requirements of captured steps with prompts; latent rows are attended as in decode."""
+    attended = [(one, layers) for one, layers in prefill.items() if not one.latent]
+    attended += [(one, layers) for one, layers in decode.items() if one.latent]
+    return {replace(one, phase="prefill", cuda_graphs=True): layers for one, layers in attended}
 
 
 def unmet(capabilities: AttentionCapabilities, requirements: AttentionRequirements) -> list[str]:
@@ -127,8 +134,9 @@ def unmet(capabilities: AttentionCapabilities, requirements: AttentionRequiremen
             reasons.append("its prefill cannot be captured in CUDA graphs")
     if requirements.latent and not capabilities.latent:
         reasons.append("has no latent attention, and the model caches one row per token for it")
-    if requirements.latent and requirements.cuda_graphs and requirements.phase == "prefill":
-        reasons.append("prompts of latent attention are not captured in CUDA graphs")
+    captures_prompts = requirements.cuda_graphs and requirements.phase == "prefill"
+    if requirements.latent and captures_prompts and not capabilities.latent_prefill:
+        reasons.append("its prefill has no latent attention, without which it is not captured")
     if requirements.num_heads != requirements.num_kv_heads and not capabilities.gqa:
         reasons.append(
             f"needs as many KV heads as query heads (the model has {requirements.num_heads} query "

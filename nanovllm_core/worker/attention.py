@@ -20,6 +20,7 @@ from nanovllm_core.interfaces.cache_groups import CacheGroup
 from nanovllm_core.interfaces.executor import WorkerSetup
 from nanovllm_core.interfaces.kernels import AdaptingKernels, KernelSet
 from nanovllm_core.interfaces.model import AttentionShape
+from nanovllm_core.interfaces.plan import PrefillChunk
 from nanovllm_core.layers import Attention, AttentionLayer, LatentAttention
 from nanovllm_core.registry.objects import make_plugin
 from nanovllm_core.worker.kv_cache import CacheLayout, LayerCache
@@ -50,8 +51,8 @@ class GroupBackends:
 
     def plan_prefill(self, chunks: PrefillMetadata, slots_T: Tensor) -> None:
         """Plan the prompt chunks of a step; their tokens are the last of `slots_T`."""
-        if self.latent_prompts:
-            self.latent_prompts.plan(chunks, slots_T)
+        if self.latent_prompts and chunks.num_context is not None:
+            self.latent_prompts.plan(chunks, chunks.num_context, slots_T)
         else:
             self.prefill.plan_prefill(chunks)
 
@@ -120,6 +121,11 @@ class PagedAttention:
             for name, tensor in backend.captured_tensors().items()
         }
 
+    def suit_capture(self, chunks: Sequence[PrefillChunk]) -> bool:
+        """Whether these chunks may be those of a captured step."""
+        latent = (group.latent_prompts for group in self.groups)
+        return all(one.suit_capture(chunks) for one in latent if one)
+
     def begin_step(
         self,
         slot_mapping_GT: Tensor,
@@ -182,15 +188,22 @@ class PagedAttention:
         q_THD = self._kernels.prepare_latent(
             q_THD, rows_TR, layer.prep, positions_T, slots_T, rows_NPR
         )
-        outputs = []
         decode = self._decode[number] if self._decode else None
+        chunks = self._prefill[number] if self._prefill else None
         num_decode = decode.num_rows if decode else 0
-        if decode:
-            q_BHR = layer.absorb(q_THD[:num_decode])
-            out_BHL = q_BHR.new_empty((*q_BHR.shape[:2], v_cache.shape[-1]))
-            group.decode.run_decode(q_BHR, k_cache, v_cache, decode, out_BHL)
-            outputs.append(layer.expand_output(out_BHL))
-        if self._prefill and group.latent_prompts:
+        expands = chunks is not None and chunks.num_context is not None  # in eager steps
+        absorbed = num_decode if expands else len(q_THD)
+        outputs = []
+        if absorbed:
+            q_AHR = layer.absorb(q_THD[:absorbed])
+            out_AHL = q_AHR.new_empty((*q_AHR.shape[:2], v_cache.shape[-1]))
+            caches = k_cache, v_cache
+            if decode:
+                group.decode.run_decode(q_AHR[:num_decode], *caches, decode, out_AHL[:num_decode])
+            if chunks and not expands:
+                group.prefill.run_prefill(q_AHR[num_decode:], *caches, chunks, out_AHL[num_decode:])
+            outputs.append(layer.expand_output(out_AHL))
+        if expands and group.latent_prompts:
             outputs.append(group.latent_prompts.run(layer, q_THD[num_decode:], rows_NPR))
         out_THV = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return out_THV.flatten(1)

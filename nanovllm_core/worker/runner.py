@@ -278,6 +278,8 @@ class ModelRunner:
 
     def _mixed_key(self, plan: StepPlan) -> StepKey | None:
         """The smallest captured step that holds the plan's, None where there is none."""
+        if not self.attention.suit_capture(plan.prefill):
+            return None
         num_tokens = sum(chunk.length for chunk in plan.prefill)
         fitting = (
             key

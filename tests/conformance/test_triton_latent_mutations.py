@@ -25,7 +25,10 @@ REPLAYS = "test_latent_steps_follow_changed_inputs"
 PROMPTS = "test_packed_prompts_are_causal"
 CONTEXT = "test_packed_context_is_seen_whole"
 PACKED_SIZES = "test_packed_sizes_and_heads_are_parameters"
-DECODE, PACKED = "latent_kernels.py", "packed_kernels.py"
+OVER_ROWS = "test_latent_prompts_attend_to_rows"
+OVER_ANY_ROWS = "test_latent_prompts_may_have_any_sizes_and_heads"
+OVER_ROWS_REPLAYS = "test_latent_prompts_follow_changed_chunks"
+DECODE, PACKED, OVER = "latent_kernels.py", "packed_kernels.py", "latent_prefill_kernel.py"
 
 
 def bug(name: str, file: str, caught_by: str, *edits: tuple[str, str]) -> Mutation:
@@ -133,6 +136,45 @@ MUTATIONS = [
         "the last column of the values is not stored", PACKED, PACKED_SIZES,
         ("out, mask=real & (values < VALUE_SIZE)[None, :])",
          "out, mask=real & (values < VALUE_SIZE - 1)[None, :])"),
+    ),
+    bug(
+        "a prompt's query sees the row behind its own", OVER, OVER_ROWS,
+        ("scores = tl.where(start + keys[None, :] <= positions[:, None],",
+         "scores = tl.where(start + keys[None, :] <= positions[:, None] + 1,"),
+    ),
+    bug(
+        "heads are taken for tokens", OVER, OVER_ROWS,
+        ("positions = context + queries // NUM_HEADS", "positions = context + queries"),
+    ),
+    bug(
+        "a chunk forgets its context", OVER, OVER_ROWS,
+        ("context = tl.load(seq_lens_ptr + seq) - query_len", "context = 0"),
+    ),
+    bug(
+        "the rest of a row is left out of a prompt's scores", OVER, OVER_ROWS,
+        ("scores = tl.dot(q_rest, tl.trans(key_rest), scores, input_precision=\"ieee\")", "pass"),
+    ),
+    bug(
+        "a prompt reads the tail of its last block", OVER, OVER_ROWS,
+        ("value = tl.load(rows + values[None, :], mask=live[:, None] & value_mask, other=0.0)",
+         "value = tl.load(rows + values[None, :], mask=value_mask, other=0.0)"),
+    ),
+    bug(
+        "a prompt's scale is that of a row", "latent_prefill.py", OVER_ROWS,
+        ("scale * LOG2_E", "(row_size ** -0.5) * LOG2_E"),
+    ),
+    bug(
+        "a block whose heads do not fill it ends a token early", OVER, OVER_ANY_ROWS,
+        ("real = queries < num_queries", "real = queries < query_len // 2 * 2 * NUM_HEADS"),
+    ),
+    bug(
+        "a captured step keeps the tokens of its first chunks", "latent_prefill.py",
+        OVER_ROWS_REPLAYS,
+        ("        metadata.query_start_loc,\n", "        _first(metadata.query_start_loc),\n"),
+        ("def latent_prefill_constants(",
+         "_SEEN = {}\n\n\ndef _first(starts):\n"
+         "    return _SEEN.setdefault(starts.data_ptr(), starts.clone())\n\n\n"
+         "def latent_prefill_constants("),
     ),
 ]  # fmt: skip
 

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from nanovllm_core import SamplingParams
+from nanovllm_core.interfaces.attention import AttentionConfig
+from nanovllm_core.interfaces.model import LatentHeads
+from nanovllm_core.interfaces.plan import PrefillChunk, StepPlan
 from nanovllm_core.worker import attention, latent
 
 from ..latent import install_latent, naive_logits, random_weights, write_latent
-from ..worker.test_runner import Started
+from ..worker.test_runner import Started, admission, decode_plan
 from .tiny import open_tiny
 
 Install = Callable[..., None]
 
-for plugin in ("attention_sdpa",):
-    pytest.importorskip(f"nanovllm_{plugin}", reason=f"needs the plugin {plugin}")
+pytest.importorskip("nanovllm_attention_sdpa", reason="needs the plugin attention_sdpa")
+
+from nanovllm_attention_sdpa.backend import SdpaAttention  # noqa: E402
+from nanovllm_attention_sdpa.plugin import SdpaOptions  # noqa: E402
 
 COUNT = 16
 PARAMS = SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=0.0)
@@ -76,7 +84,7 @@ def test_a_trial_computes_keys_and_values_of_as_much_context_as_a_step_may(
     expanded: list[int] = []
     expand = latent.LatentAttention.expand_rows
 
-    def seen(self: Any, rows_KR: torch.Tensor) -> Any:
+    def seen(self: Any, rows_KR: Tensor) -> Any:
         expanded.append(len(rows_KR))
         return expand(self, rows_KR)
 
@@ -88,10 +96,108 @@ def test_a_trial_computes_keys_and_values_of_as_much_context_as_a_step_may(
     started.executor.close()
 
 
+def attend_to_rows(
+    backend: Any, q_THR: Tensor, k_cache: Tensor, v_cache: Tensor, chunks: Any, out_THL: Tensor
+) -> None:
+    """`run_prefill` of a backend with `latent_prefill`, by the plainest computation."""
+    starts, seq_lens = chunks.query_start_loc.tolist(), chunks.seq_lens.tolist()
+    for table, start, end, length in zip(
+        chunks.block_table, starts, starts[1:], seq_lens, strict=False
+    ):
+        rows_KR = k_cache[table.long()].flatten(0, 2)[:length]
+        scores_QHK = torch.einsum("qhr,kr->qhk", q_THR[start:end], rows_KR) * backend.config.scale
+        positions = torch.arange(length - (end - start), length)
+        hidden_QK = torch.arange(length) > positions[:, None]
+        weights_QHK = scores_QHK.masked_fill(hidden_QK[:, None], float("-inf")).softmax(-1)
+        out_THL[start:end] = weights_QHK @ rows_KR[:, : out_THL.shape[-1]]
+
+
+@pytest.mark.parametrize("scores", [2**26, 0])
+def test_prompts_of_captured_steps_attend_to_rows(
+    scores: int, tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a decoding row, and behind a chunk before; those of eager steps never do."""
+    runs: list[int] = []
+    expanded: list[int] = []
+
+    def run_prefill(backend: Any, q_THR: Tensor, *others: Any) -> None:
+        runs.append(len(q_THR))
+        attend_to_rows(backend, q_THR, *others)
+
+    expand = latent.LatentAttention.expand_rows
+
+    def expand_rows(self: Any, rows_KR: Tensor) -> tuple[Tensor, Tensor]:
+        expanded.append(len(rows_KR))
+        return expand(self, rows_KR)
+
+    monkeypatch.setattr("nanovllm_attention_sdpa.backend.SdpaAttention.run_prefill", run_prefill)
+    monkeypatch.setattr(latent.LatentAttention, "expand_rows", expand_rows)
+    monkeypatch.setattr(latent, "MOST_SCORES", scores)
+    install_latent(install)
+    folder, config = write_latent(tmp_path / "tiny")
+    started = Started(folder, (8, 32), cuda_graphs={"sizes": (3, 8)})
+    draws = Random(2)
+    long, short = ([draws.randrange(97) for _ in range(length)] for length in (40, 7))
+    rows = {
+        4: admission(4, long, 0, block_ids=np.array([(2, 3, 4)], np.int32), max_length=48),
+        1: admission(1, short, 0, block_ids=np.array([(5, 6, 7)], np.int32), max_length=48),
+    }
+    answers: dict[int, list[int]] = {4: [], 1: []}
+
+    def run(plan: StepPlan, *sampled: int) -> None:
+        for row, token in zip(sampled, started.run(plan).token_ids.tolist(), strict=True):
+            answers[row].append(token)
+
+    whole = PrefillChunk(1, 0, len(short), samples=True)
+    first, last = PrefillChunk(4, 0, 24, samples=False), PrefillChunk(4, 24, 16, samples=True)
+    run(StepPlan(admissions=(rows[1],), prefill=(whole,)), 1)
+    run(decode_plan((1,), admissions=(rows[4],), prefill=(first,)), 1)
+    run(replace(decode_plan((1,)), decode_rows=None, prefill=(last,)), 1, 4)
+    for _ in range(3):
+        run(decode_plan((4, 1), epoch=2), 4, 1)
+    started.executor.close()
+    # Of two layers each: padded to a size in captured steps; own tokens and context in eager ones.
+    assert runs == ([8, 8, 32, 32, 32, 32] if scores else [])
+    assert expanded == ([] if scores else [7, 7, 24, 24, 16, 24, 16, 24])
+    weights = random_weights(config)
+    for row, prompt in ((4, long), (1, short)):
+        logits = naive_logits(config, weights, torch.tensor([*prompt, *answers[row][:-1]]))
+        assert answers[row] == logits[len(prompt) - 1 :].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "context", "captured"),
+    [
+        ((16,), 0, True),
+        ((1000,), 0, True),
+        ((2000,), 0, False),
+        ((512,), 4000, True),
+        ((16,), 4000, True),
+        ((16,), 16000, False),
+        ((100,) * 8, 0, True),
+        ((125,) * 32, 0, False),
+    ],
+)
+def test_a_step_is_captured_where_that_was_faster(
+    lengths: tuple[int, ...], context: int, captured: bool
+) -> None:
+    """On an H200, for DeepSeek-V2-Lite, with its 16 heads."""
+    sizes = {"latent_size": 512, "key_size": 192, "value_size": 128}
+    config = AttentionConfig(
+        device=torch.device("cpu"), dtype=torch.bfloat16, num_heads=16, num_kv_heads=1,
+        head_size=576, scale=1.0, block_size=256, max_num_seqs=64, max_model_len=32768,
+        max_num_batched_tokens=8192, latent=LatentHeads(**sizes),
+    )  # fmt: skip
+    prompts = latent.LatentPrompts(SdpaAttention(SdpaOptions(), config), config)
+    chunks = [PrefillChunk(row, context, n, samples=True) for row, n in enumerate(lengths)]
+    assert prompts.suit_capture(chunks) is captured
+
+
 BUGS = {
     "the context of the first chunk is kept": (
-        "self._context = list(self._context_parts(chunks))",
-        "self._context = getattr(self, '_context', None) or list(self._context_parts(chunks))",
+        "self._context = list(self._context_parts(chunks, num_context))",
+        "self._context = getattr(self, '_context', None) or "
+        "list(self._context_parts(chunks, num_context))",
     ),
     "the first part of the context counts alone": ("in self._context:", "in self._context[:1]:"),
     "context ends with its last whole part": (

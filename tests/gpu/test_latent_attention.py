@@ -1,4 +1,4 @@
-"""A model of latent attention on a GPU: captured decode steps, prompts with context in parts."""
+"""A model of latent attention on a GPU: captured steps, and prompts with context in parts."""
 
 from __future__ import annotations
 
@@ -20,18 +20,25 @@ LENGTHS = (3, 40, 129, 300, 900, 511)
 SIZES = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 
 
-@pytest.mark.parametrize("attention", ["triton", "sdpa"])
+@pytest.mark.parametrize(
+    ("attention", "scores"), [("triton", 2**26), ("triton", 2**18), ("triton", 0), ("sdpa", 0)]
+)
 @pytest.mark.parametrize(("block_size", "rank"), [(16, None), (256, 48)])
 def test_tokens_are_those_of_the_plain_computation(
     tmp_path: Path,
     install: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
     attention: str,
+    scores: int,
     block_size: int,
     rank: int | None,
 ) -> None:
-    """Chunks beside decoding rows, prefix hits, preemption; in float32."""
+    """Chunks beside decoding rows, prefix hits, preemption; in float32.
+
+    Prompts attend to rows in captured steps, which are all, some or none of them.
+    """
     monkeypatch.setattr(latent, "LEAST_PART", 128)
+    monkeypatch.setattr(latent, "MOST_SCORES", scores)
     install_latent(install)
     changes = {**SIZES, "q_lora_rank": rank, "max_position_embeddings": 1024}
     folder, config = write_latent(tmp_path / "tiny", **changes)
@@ -49,7 +56,7 @@ def test_tokens_are_those_of_the_plain_computation(
         max_num_batched_tokens=200,
         cache={"block_size": block_size, "num_blocks": 2 * 1024 // block_size},
     ) as llm:
-        assert llm.info.prompt_graph_sizes == ()
+        assert bool(llm.info.prompt_graph_sizes) is (attention == "triton")
         first, second = (
             [list(one.token_ids) for one in llm.generate(prompts, params)] for _ in range(2)
         )

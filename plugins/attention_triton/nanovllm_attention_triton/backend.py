@@ -21,6 +21,7 @@ from nanovllm_attention_triton.decode import (
 from nanovllm_attention_triton.hopper_latent import make_latent_workspace
 from nanovllm_attention_triton.hopper_limits import hopper_latent_limits
 from nanovllm_attention_triton.hopper_prefill import hopper_kernel_serves
+from nanovllm_attention_triton.latent_prefill import latent_prefill
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.packed import packed_prefill
 from nanovllm_attention_triton.prefill import (
@@ -225,6 +226,9 @@ class TritonAttention(AttentionBackend):
         out_THD: Tensor,
     ) -> None:
         self._check_tensors(q_THD, k_cache, v_cache, out_THD)
+        if self.config.latent:
+            latent_prefill(q_THD, k_cache, metadata, self.config.scale, out_THD)
+            return
         large = fits_large_tiles(k_cache, v_cache)
         tuning = prefill_tuning(q_THD.element_size(), q_THD.shape[-1], large, self._options)
         tunings = [tuning]

@@ -67,7 +67,7 @@ def _check(requirements: AttentionRequirements, options: BaseModel) -> list[str]
 def _latent_limits(requirements: AttentionRequirements) -> list[str]:
     """What of a latent group's sizes has no tiles that fit."""
     size, value_size = requirements.head_size, requirements.value_size or requirements.head_size
-    if requirements.phase == "prefill":
+    if requirements.phase == "prefill" and not requirements.cuda_graphs:
         largest = max(size, value_size)
         fits = largest <= MAX_HEAD_SIZE
         return [] if fits else [f"keys and values have {largest} numbers, at most {MAX_HEAD_SIZE}"]
@@ -128,6 +128,7 @@ def nanovllm_attention() -> Sequence[AttentionSpec]:
                 sliding_window=True,
                 soft_cap=True,
                 latent=True,
+                latent_prefill=True,
                 cuda_graphs="full",
             ),
             kv_layouts=_kv_layouts,

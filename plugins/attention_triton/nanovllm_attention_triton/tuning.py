@@ -216,6 +216,18 @@ NARROW_PACKED = {
     2: PackedTuning(block_m=64, block_n=32, num_warps=8, num_stages=2),
     4: PACKED[4],
 }
+# Prompts over latent rows of 576 columns.
+LATENT_PREFILL = {
+    2: PackedTuning(block_m=32, block_n=32, num_warps=8, num_stages=2),
+    4: PackedTuning(block_m=16, block_n=16, num_warps=8, num_stages=1),
+}
+HOPPER_LATENT_PREFILL = (
+    (64, PackedTuning(block_m=64, block_n=64, num_warps=8, num_stages=2)),
+    (128, PackedTuning(block_m=64, block_n=32, num_warps=8, num_stages=3)),
+)
+"""Of half precision on Hopper, for rows with so many columns at most behind their value. Tiles of
+64 keys take 10 to 25 % less time on an H200 than of 32, and those of the table above up to twice as
+long. On Blackwell their results would not fit."""
 HOPPER_PREFILL = {128: HopperPrefillTuning(block_n=128, num_stages=2, in_order=True)}
 """By head size, of half precision. For heads of 64 the kernel was no faster than the plain one."""
 HOPPER_BLOCKS = 4
@@ -304,6 +316,13 @@ def packed_tuning(element_size: int, key_size: int, value_size: int, large: bool
     """The constants of prompts over packed keys; `large` where the GPU has the shared memory."""
     fits = large and key_size <= 2 * WIDE and value_size <= WIDE
     return (PACKED if fits else NARROW_PACKED)[element_size]
+
+
+def latent_prefill_tuning(element_size: int, rest_size: int, hopper: bool) -> PackedTuning:
+    """The constants of prompts over latent rows, with so many columns behind their value."""
+    if hopper and element_size == 2:
+        return next(one for most, one in HOPPER_LATENT_PREFILL if rest_size <= most)
+    return LATENT_PREFILL[element_size]
 
 
 def _given(**overrides: int | None) -> dict[str, Any]:

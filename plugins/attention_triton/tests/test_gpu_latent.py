@@ -11,6 +11,7 @@ from nanovllm_attention_triton.backend import TritonAttention
 from nanovllm_attention_triton.hopper_prefill import on_hopper
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_core.api import UnsupportedError
+from nanovllm_kit.attention_checks import run_prefill
 from nanovllm_kit.latent_attention import LatentSizes, make_latent_case, make_packed_case
 
 pytestmark = [
@@ -158,6 +159,30 @@ def test_rows_beyond_2_to_the_31_elements_are_read_right(options):
     backend.plan_decode(metadata)
     backend.run_decode(case.q_THD, far, far[..., :512], metadata, out)
     case.assert_close(out)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "sizes", "dtype", "block_size"),
+    [
+        (16, USUAL, torch.bfloat16, 256),
+        (16, USUAL, torch.float16, 16),
+        (16, USUAL, torch.float32, 256),
+        (128, USUAL, torch.bfloat16, 64),
+        (5, LatentSizes(latent=320, rotated=64), torch.bfloat16, 16),
+        (1, LatentSizes(latent=512, rotated=128), torch.bfloat16, 32),
+        (3, LatentSizes(latent=40, rotated=24), torch.float16, 16),
+    ],
+    ids=str,
+)
+def test_prompts_over_rows_equal_the_reference(num_heads, sizes, dtype, block_size):
+    """Whole prompts, chunks behind a context, a single query; NaN where nothing may be read."""
+    queries, keys = [1, 300, 64, 0, 127, 129, 16], [1, 300, 1064, 5, 128, 4000, 17]
+    for needle in (False, True):
+        case = make_latent_case(
+            keys, sizes, queries, num_heads=num_heads, block_size=block_size, dtype=dtype,
+            device="cuda", needle=needle, finite_tail=False,
+        )  # fmt: skip
+        case.assert_close(run_prefill(make_backend(case), case))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

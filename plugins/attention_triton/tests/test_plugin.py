@@ -139,7 +139,12 @@ def test_the_kernel_for_hopper_asks_for_its_blocks_if_the_user_chooses_it():
     assert [layout.block_multiple for layout in layouts] == [256, 128, 64]
     # It is not asked to serve prompts, or layers that cache keys and values.
     prompts = {"phase": "prefill", "num_kv_heads": 16, "head_size": 192, "value_size": 128}
-    others = latent_requirements(**prompts), requirements(compute_capability=(8, 0))
+    over_rows = {"phase": "prefill", "cuda_graphs": True}
+    others = (
+        latent_requirements(**prompts),
+        latent_requirements(**over_rows),
+        requirements(compute_capability=(8, 0)),
+    )
     for other in others:
         assert SPEC.check(other, chosen) == []
         assert SPEC.kv_layouts(other, chosen) == SPEC.kv_layouts(other, TritonOptions())

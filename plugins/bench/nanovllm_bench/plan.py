@@ -217,7 +217,7 @@ def rank_of(config: EngineConfig, gpu: Gpu, tp_size: int) -> Rank:
     layout = CacheLayout(shape, decisions.block_size, dtype)
     tensors = [*module.parameters(), *module.buffers()]
     limits = config.limits
-    step_bytes = _step_bytes(module, shape, dtype)
+    eager_bytes, captured_bytes = _step_bytes(module, shape, dtype)
     prompts = () if decisions.attention.eager_prefill_reasons else config.prompt_graph_sizes
     keys = mixed_keys(prompts, config.full_step_size, limits.max_num_seqs, decisions.max_model_len)
     captured = max((key.total_tokens for key in keys), default=limits.max_num_seqs)
@@ -231,8 +231,8 @@ def rank_of(config: EngineConfig, gpu: Gpu, tp_size: int) -> Rank:
         config=config,
         weights=sum(one.numel() * one.element_size() for one in tensors),
         workspaces=_tables(layout, decisions)
-        + max(TRANSIENT_BYTES, limits.max_num_batched_tokens * step_bytes),
-        graphs=0 if config.cuda_graphs.enforce_eager else captured * step_bytes,
+        + max(TRANSIENT_BYTES, limits.max_num_batched_tokens * eager_bytes),
+        graphs=0 if config.cuda_graphs.enforce_eager else captured * captured_bytes,
         num_all_reduces=_num_all_reduces(module),
     )
 
@@ -259,34 +259,33 @@ def _num_all_reduces(module: torch.nn.Module) -> int:
     return sum(isinstance(one, summed) for one in modules) - len(with_mlp)
 
 
-def _step_bytes(module: torch.nn.Module, shape: ModelShape, dtype: torch.dtype) -> int:
-    """An estimate of a token's part of a step: three hidden states, the widest product and half.
+def _step_bytes(
+    module: torch.nn.Module, shape: ModelShape, dtype: torch.dtype
+) -> tuple[int, int]:
+    """Estimates of a token's part of an eager and of a captured step.
 
-    Prompts of latent attention have keys and values of all heads. A mixture has the hidden and the
-    output numbers of each expert of a token.
+    Three hidden states, the widest product and half. Of latent attention eager prompts have keys
+    and values of all heads, captured steps queries of rows and the latent parts that they find. A
+    mixture has the hidden and the output numbers of each expert of a token.
     """
-    expanded = (
-        one.num_heads * (one.latent.key_size + one.latent.value_size)
-        for one in shape.attention_shapes
-        if one.latent
-    )
-    widest = max(
-        (
-            *expanded,
-            *(
-                parameter.shape[0]
-                for one in module.modules()
-                if isinstance(one, ColumnParallelLinear)
-                for parameter in one.parameters(recurse=False)
-            ),
-        ),
-        default=shape.hidden_size,
-    )
+    latent = [(one, one.latent) for one in shape.attention_shapes if one.latent]
+    expanded = (one.num_heads * (sizes.key_size + sizes.value_size) for one, sizes in latent)
+    absorbed = (one.num_heads * (one.head_size + sizes.latent_size) for one, sizes in latent)
+    products = [
+        parameter.shape[0]
+        for one in module.modules()
+        if isinstance(one, ColumnParallelLinear)
+        for parameter in one.parameters(recurse=False)
+    ] or [shape.hidden_size]
     mixtures = (one for one in module.modules() if isinstance(one, SparseMLP))
-    of_experts = (
+    of_experts = [
         one.gate.routing.num_chosen * sum(one.experts.down.tensor.shape[1:]) for one in mixtures
-    )
-    return (3 * shape.hidden_size + max(3 * widest // 2, *of_experts, 0)) * dtype.itemsize
+    ]
+
+    def with_widest(widest: int) -> int:
+        return (3 * shape.hidden_size + max(3 * widest // 2, *of_experts, 0)) * dtype.itemsize
+
+    return with_widest(max(*expanded, *products)), with_widest(max(*absorbed, *products))
 
 
 def plan_layouts(

@@ -17,6 +17,7 @@ from nanovllm_kit.attention_backend import (
     assert_near,
 )
 from nanovllm_kit.attention_replay import captured, check_replays, recorded
+from nanovllm_kit.attention_replay_prefill import check_prefill_replays
 from nanovllm_kit.conformance import PluginUnderTest
 from nanovllm_kit.latent_attention import (
     LatentSizes,
@@ -50,15 +51,20 @@ class LatentUnderTest(BackendUnderTest):
                 "value_size": sizes.value,
             },
         }
-        return not any(
-            self.reasons(self._asked(phase=phase, num_heads=4, latent=True, **asked[phase]))
-            for phase in self.phases
-        )
+        return not any(self._refusals(phase, **asked[phase]) for phase in self.phases)
+
+    def captures(self, sizes: LatentSizes) -> bool:
+        """Whether it accepts prompts of captured steps, which attend to rows."""
+        row = {"num_kv_heads": 1, "head_size": sizes.row, "value_size": sizes.latent}
+        return not self._refusals("prefill", cuda_graphs=True, **row)
+
+    def _refusals(self, phase: Phase, **asked: Any) -> list[str]:
+        return self.reasons(self._asked(phase=phase, num_heads=4, latent=True, **asked))
 
     def case(
         self, seq_lens: Sequence[int], query_lens: Sequence[int] | None = None, **changes: Any
     ) -> PagedCase:
-        """A batch of decode rows."""
+        """A batch of decode rows, or of prompts."""
         dtype = changes.pop("dtype", self.dtype)
         sizes = changes.pop("sizes", self.sizes)
         values: dict[str, Any] = {
@@ -69,7 +75,7 @@ class LatentUnderTest(BackendUnderTest):
             "finite_tail": self.capabilities.needs_finite_tail,
         }
         changes.pop("num_kv_heads", None)
-        return make_latent_case(seq_lens, sizes, **values | changes)
+        return make_latent_case(seq_lens, sizes, query_lens, **values | changes)
 
     def packed(
         self,
@@ -87,6 +93,11 @@ class LatentUnderTest(BackendUnderTest):
             query_lens, key_lens, sizes, num_heads=num_heads, causal=causal,
             dtype=dtype, device=self.device, **changes,
         )  # fmt: skip
+
+    def check_prompts(self, case: PagedCase, what: str) -> None:
+        """Fail where prompts that attend to rows are off the reference."""
+        __tracebackhide__ = True
+        assert_near(case, self.prefill(case), what)
 
     def check_packed(self, case: PackedCase, what: str) -> None:
         """Fail where a backend of its own is off the reference."""
@@ -114,6 +125,17 @@ class AttentionLatent(AttentionSubject):
         """The same, of a backend that decodes."""
         if "decode" not in latent.phases:
             pytest.skip("declares no decode")
+        return latent
+
+    @pytest.fixture
+    def row_prefiller(self, latent: LatentUnderTest) -> LatentUnderTest:
+        """The same, of a backend whose prompts attend to rows where a step is captured."""
+        if not latent.capabilities.latent_prefill:
+            pytest.skip("declares no prefill over latent rows")
+        if latent.capabilities.cuda_graphs != "full" or "prefill" not in latent.phases:
+            raise AssertionError("latent_prefill is for steps with prompts that are captured")
+        if not latent.captures(latent.sizes):
+            pytest.skip("these options refuse prompts over latent rows")
         return latent
 
     @pytest.fixture
@@ -170,6 +192,40 @@ class AttentionLatent(AttentionSubject):
         on_cpu = latent_decoder.device == "cpu"
         try:
             check_replays(latent_decoder, recorded if on_cpu else captured, plan_is_captured=True)
+        except HostReadError as error:
+            pytest.skip(f"on a CPU, where it may, {error}")
+
+    def test_latent_prompts_attend_to_rows(self, row_prefiller: LatentUnderTest) -> None:
+        """Causally, behind contexts of all lengths; blocks of others hold NaN."""
+        queries = [*(n for n in EDGES if n < 70), 1, 3, 0, 40]
+        contexts = [*reversed(queries[:-4]), row_prefiller.longest, 0, 7, 1]
+        keys = [context + own for context, own in zip(contexts, queries, strict=True)]
+        for needle in (False, True):
+            case = row_prefiller.case(keys, queries, needle=needle)
+            row_prefiller.check_prompts(case, "chunks over rows")
+        case = row_prefiller.case([20, 33], [5, 33])
+        row_prefiller.check_prompts(replace(case, scale=0.6), "scale 0.6")
+
+    def test_latent_prompts_may_have_any_sizes_and_heads(
+        self, row_prefiller: LatentUnderTest
+    ) -> None:
+        """The usual sizes and others, in every dtype; heads that do not fill a tile."""
+        for sizes in (USUAL, SMALL, ODD):
+            if row_prefiller.captures(sizes):
+                for dtype in row_prefiller.dtypes:
+                    case = row_prefiller.case(
+                        [33, 9, 70], [20, 9, 1], sizes=sizes, dtype=dtype, num_heads=16
+                    )
+                    row_prefiller.check_prompts(case, f"{sizes}")
+        for num_heads in (1, 5, 17, 128):
+            case = row_prefiller.case([33, 2], [3, 2], num_heads=num_heads)
+            row_prefiller.check_prompts(case, f"{num_heads} heads")
+
+    def test_latent_prompts_follow_changed_chunks(self, row_prefiller: LatentUnderTest) -> None:
+        """Captured once, as `test_recorded_prefill_follows_changed_chunks` says."""
+        on_cpu = row_prefiller.device == "cpu"
+        try:
+            check_prefill_replays(row_prefiller, recorded if on_cpu else captured)
         except HostReadError as error:
             pytest.skip(f"on a CPU, where it may, {error}")
 

@@ -39,14 +39,14 @@ class AttentionPrefillReplay(AttentionSubject):
         """
         _skip_unless_full(prefiller, "cpu")
         try:
-            _check_replays(prefiller, recorded)
+            check_prefill_replays(prefiller, recorded)
         except HostReadError as error:
             pytest.skip(f"on a CPU, where it may, {error}")
 
     def test_captured_prefill_follows_changed_chunks(self, prefiller: BackendUnderTest) -> None:
         """The same by CUDA graphs, with a perturbed allocator."""
         _skip_unless_full(prefiller, "cuda")
-        _check_replays(prefiller, captured)
+        check_prefill_replays(prefiller, captured)
 
 
 def _skip_unless_full(subject: BackendUnderTest, device: str) -> None:
@@ -86,7 +86,8 @@ def _full(size: int, longest: int) -> list[int]:
     return [longest] * (size // longest) + rest
 
 
-def _check_replays(subject: BackendUnderTest, capture: Capture) -> None:
+def check_prefill_replays(subject: BackendUnderTest, capture: Capture) -> None:
+    """Fail where a replay is off the reference, or differs from the same step when planned."""
     longest = LONGEST[subject.device]
     cases = [
         (size, _case(subject, queries, keys, seed=number))
@@ -129,7 +130,7 @@ def _bind(backend: AttentionBackend, static: PagedCase) -> _Step:
         max_query_len=min(size, config.max_model_len),
         max_seq_len=config.max_model_len,
     )
-    out = torch.zeros_like(static.q_THD)
+    out = static.new_out()
 
     def run() -> None:
         backend.plan_prefill(metadata)
@@ -159,7 +160,10 @@ def _static(subject: BackendUnderTest, size: int, num_blocks: int) -> PagedCase:
     queries = _full(size, longest)
     case = _case(subject, queries, [longest] * len(queries), seed=0)
     cache = case.k_cache.new_zeros(num_blocks, *case.k_cache.shape[1:])
-    return replace(case, q_THD=torch.zeros_like(case.q_THD), k_cache=cache, v_cache=cache.clone())
+    case = replace(case, q_THD=torch.zeros_like(case.q_THD))
+    if case.latent is not None:
+        return case.with_rows(cache, case.latent)
+    return replace(case, k_cache=cache, v_cache=cache.clone())
 
 
 def _load(step: _Step, case: PagedCase) -> None:

@@ -49,14 +49,19 @@ class LatentSizes:
 
 
 def make_latent_case(
-    seq_lens: Sequence[int], sizes: LatentSizes, *, num_heads: int, **options: Any
+    seq_lens: Sequence[int],
+    sizes: LatentSizes,
+    query_lens: Sequence[int] | None = None,
+    *,
+    num_heads: int,
+    **options: Any,
 ) -> PagedCase:
-    """Decode rows with absorbed queries; `options` are `make_case`'s.
+    """Sequences with absorbed queries, one of each unless `query_lens` says how many.
 
-    The scale is that of a head's key, not of a row.
+    `options` are `make_case`'s. The scale is that of a head's key, not of a row.
     """
     shape = {"num_heads": num_heads, "num_kv_heads": 1, "head_size": sizes.row}
-    case = make_case([1] * len(seq_lens), seq_lens, **shape | options)
+    case = make_case(query_lens or [1] * len(seq_lens), seq_lens, **shape | options)
     heads = sizes.heads
     return replace(case, scale=heads.key_size**-0.5).with_rows(case.k_cache, heads)
 
