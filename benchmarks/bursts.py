@@ -1,10 +1,10 @@
 """Milliseconds until each of several prompts that come at once has its first token.
 
-    python benchmarks/bursts.py [--model benchmarks/configs/qwen3-0.6b] [--out FILE]
+    python benchmarks/bursts.py [--model FOLDER] [--eager-prompts] [--out FILE]
 
 The engine is idle before; nothing is cached. Median of RUNS calls of `generate` for one token each,
 host work included: what a burst of requests to a server waits for. A model folder without weights
-gets random ones.
+gets random ones. With `--eager-prompts` no step with prompts is captured.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def measure(llm: LLM, num_prompts: int, length: int, salts: Iterator[int]) -> fl
     vocab_size = llm.info.vocab_size
     seconds = []
     for _ in range(WARM_UP + RUNS):
-        prompts = [[next(salts) % vocab_size] * length for _ in range(num_prompts)]
+        # Of differing tokens, which spread over the experts of a mixture.
+        starts = [next(salts) for _ in range(num_prompts)]
+        prompts = [[(start + 31 * i) % vocab_size for i in range(length)] for start in starts]
         began = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
         seconds.append(time.perf_counter() - began)
@@ -48,6 +50,7 @@ def main() -> None:
     parser.add_argument("--model", default=str(CONFIG))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--attention", default="triton")
+    parser.add_argument("--eager-prompts", action="store_true", help="capture decode steps alone")
     parser.add_argument("--longest", type=int, default=4096, help="leave out longer bursts")
     parser.add_argument("--out", type=Path, help="write the result here as JSON")
     arguments = parser.parse_args()
@@ -57,6 +60,7 @@ def main() -> None:
         device=arguments.device,
         attention=arguments.attention,
         cache={"prefix_caching": False},
+        cuda_graphs={"prompt_sizes": [] if arguments.eager_prompts else None},
     ) as llm:
         salts, rows = count(1), list[dict[str, Any]]()
         for num_prompts, length in BURSTS:
