@@ -131,6 +131,9 @@ test-speed: $(DEV_ENV)
 
 # Most of their time is compilation, so the tests that can share a GPU run side by side.
 GPU_JOBS ?= 8
+# The suites of plugins, which take a GPU where there is one.
+GPU_SUITES := $(wildcard plugins/attention_*/tests/test_conformance.py) \
+	$(wildcard plugins/kernels_*/tests/test_conformance.py)
 PYTEST_GPU := $(ONE_THREAD) $(PY) -m pytest -q -rfE
 
 test-gpu: $(DEV_ENV)
@@ -139,6 +142,7 @@ test-gpu: $(DEV_ENV)
 		--report-json benchmarks/results/gpu_tests_shared.json || failed=1; \
 	$(PYTEST_GPU) -m "gpu and whole_gpu" \
 		--report-json benchmarks/results/gpu_tests_whole.json || failed=1; \
+	$(PYTEST_GPU) -n $(GPU_JOBS) $(GPU_SUITES) || failed=1; \
 	exit $$failed
 
 # Another seed draws other lines.

@@ -10,6 +10,10 @@ from nanovllm_attention_triton.prefill import check_scale, count_row_blocks
 from nanovllm_attention_triton.sizes import padded_head_size
 from nanovllm_attention_triton.tuning import PackedTuning
 
+MIN_BLOCK_V = 32
+"""With 16 columns the kernel, as Triton 3.6.0 compiles it for Hopper in half precision, gave wrong
+sums in the last tile of keys, and read where it may not."""
+
 
 def packed_prefill(
     q_THD: Tensor,
@@ -74,7 +78,7 @@ def packed_constants(
         "REST": key_size - front,
         "BLOCK_R": padded_head_size(key_size - front),
         "VALUE_SIZE": value_size,
-        "BLOCK_V": padded_head_size(value_size),
+        "BLOCK_V": max(padded_head_size(value_size), MIN_BLOCK_V),
         "CAUSAL": causal,
         "WITH_LSE": with_lse,
         "BLOCK_M": tuning.block_m,

@@ -191,7 +191,12 @@ def test_packed_prompts_equal_the_reference_at_true_sizes(dtype, causal):
     """Prompts, chunks, contexts; queries without keys and keys without queries."""
     lens = [1, 300, 64, 0, 127, 129, 700]
     others = [1, 300, 200, 5, 127, 1000, 0 if not causal else 700]
-    for sizes, num_heads in ((USUAL, 16), (LatentSizes(nope=32, value=64), 3)):
+    for sizes, num_heads in (
+        (USUAL, 16),
+        (LatentSizes(nope=32, value=64), 3),
+        (LatentSizes(rotated=16, nope=16, value=16), 3),
+        (LatentSizes(rotated=16, nope=32, value=8), 1),
+    ):
         case = make_packed_case(lens, others, sizes, num_heads=num_heads, causal=causal,
                                 dtype=dtype, device="cuda")  # fmt: skip
         case.check(make_backend(case), "packed")

@@ -259,9 +259,7 @@ def _num_all_reduces(module: torch.nn.Module) -> int:
     return sum(isinstance(one, summed) for one in modules) - len(with_mlp)
 
 
-def _step_bytes(
-    module: torch.nn.Module, shape: ModelShape, dtype: torch.dtype
-) -> tuple[int, int]:
+def _step_bytes(module: torch.nn.Module, shape: ModelShape, dtype: torch.dtype) -> tuple[int, int]:
     """Estimates of a token's part of an eager and of a captured step.
 
     Three hidden states, the widest product and half. Of latent attention eager prompts have keys
