@@ -20,7 +20,7 @@ from typing import Any
 
 from capability_tables import CAPABILITIES, job, shipped
 from contract_tables import METADATA, PLUGINS, POLICY, SCHEDULER
-from mixture_tables import MIXTURES
+from mixture_tables import LATENT, MIXTURES
 from moe_tables import MOE
 from product_tables import PRODUCTS
 from results_tables import (
@@ -284,7 +284,7 @@ DOCUMENTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "serving.md": SERVING,
     "scheduling.md": {"waits": waits_table, "ageing": ageing_table},
     "attention.md": {"gathering": gathering_table},
-    "moe.md": MOE,
+    "moe.md": {**MOE, **measured(LATENT)},
     "performance.md": {
         **measured({**PERFORMANCE, **SERVED, **MIXTURES, **WORKLOADS, **PRODUCTS}),
         "transformers on a cpu": partial(compare_table, CPU),

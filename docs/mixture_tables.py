@@ -33,4 +33,19 @@ def experts_table(results: Results) -> str:
     return table(("shapes", "tokens", "time", "floor", "share"), rows)
 
 
+def first_tokens_table(results: Results) -> str:
+    """Milliseconds of prompts that come at once, by whether steps with them are captured."""
+    name = "bursts_deepseek_v2_lite"
+    rows = [
+        (f"{one['prompts']} x {one['length']:,}", f"{one['ms']:.1f}", f"{eager['ms']:.1f}")
+        for one, eager in zip(
+            results.entries(name, "bursts"),
+            results.entries(f"{name}_eager_prompts", "bursts"),
+            strict=True,
+        )
+    ]
+    return table(("prompts x tokens", "as chosen", "all steps with prompts eager"), rows)
+
+
+LATENT: Tables = {"latent first tokens": first_tokens_table}
 MIXTURES: Tables = {"mixtures": mixtures_table, "experts": experts_table}

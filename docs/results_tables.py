@@ -199,8 +199,9 @@ def latency_table(results: Results) -> str:
         ran = (f"`{_backend(record)}`", f"up to {sizes[-1]:,} tokens" if sizes else "none")
         for key, what in (("ttft_ms", "first token"), ("inter_token_ms", "between tokens")):
             values = (f"{record[key][p]:.2f} ms" for p in ("p50", "p90", "p99"))
-            rows.append((record["workload"], arrival, *ran, what, *values))
-    head = ("requests", "arrivals", "attention", "prompts in graphs")
+            model = Path(record["config"]["model"]).name
+            rows.append((model, record["workload"], arrival, *ran, what, *values))
+    head = ("model", "requests", "arrivals", "attention", "prompts in graphs")
     return table((*head, "time", "p50", "p90", "p99"), rows)
 
 

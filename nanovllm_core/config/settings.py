@@ -174,7 +174,8 @@ class GraphSettings(Section):
     prompt_sizes: Sizes | None = None
     """The numbers of prompt tokens to capture a graph for, increasing; a step that computes prompts
     is padded to the next larger size, and runs without a graph beyond the last. Empty: no such
-    graphs. Left out: 128 to 4096, if the attention backend supports capture with prompts."""
+    graphs. Left out: 128 to 4096, if the attention backend supports capture with prompts. Of latent
+    attention, sizes that are faster without a graph have none."""
 
 
 class PluginSettings(Section):

@@ -9,6 +9,7 @@ log-sum-exp of its scores, by which the outputs are merged (Milakov and Gimelshe
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from nanovllm_core.interfaces.attention import (
     PackedMetadata,
     PrefillMetadata,
 )
+from nanovllm_core.interfaces.model import ModelShape
 from nanovllm_core.interfaces.plan import PrefillChunk
 from nanovllm_core.layers import LatentAttention
 
@@ -32,10 +34,16 @@ MOST_SCORES = 2**26
 three times the arithmetic that attention to keys and values is: beyond, that takes longer than the
 host needs to launch an eager step. On an H200 one prompt of 100, 500, 1,000 and 2,000 tokens takes
 DeepSeek-V2-Lite 11, 14, 17 and 31 ms captured, and 22, 27, 28 and 25 eagerly."""
-TOKEN_SCORES = 20_000
+TOKEN_SCORES = 30_000
 """What a token's products take, in scores: a long eager step hides its launches behind them."""
 LEAST_QUERIES = 8448
 """Query heads that occupy an H200: fewer take as long."""
+
+
+def most_captured_tokens(shape: ModelShape) -> int:
+    """Prompt tokens beyond which no step of the model is faster when captured."""
+    is_latent = any(one.latent for one in shape.attention_shapes)
+    return MOST_SCORES // TOKEN_SCORES if is_latent else sys.maxsize
 
 
 @dataclass(slots=True)

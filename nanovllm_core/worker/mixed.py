@@ -9,6 +9,7 @@ of the result.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,15 +29,20 @@ _MOST_FULL_STEPS = 16
 
 
 def mixed_keys(
-    prompt_sizes: Sequence[int], full_step: int | None, max_rows: int, max_model_len: int
+    prompt_sizes: Sequence[int],
+    full_step: int | None,
+    max_rows: int,
+    max_model_len: int,
+    most_tokens: int = sys.maxsize,
 ) -> tuple[StepKey, ...]:
-    """Every captured step with prompts; none where there are no sizes.
+    """Every captured step with prompts, of `most_tokens` of them; none where there are no sizes.
 
     Where steps are small, padding is no small part of them: those that fill the budget, of
     `full_step` tokens, have graphs of their own.
     """
     full = _full_steps(full_step, max_rows) if prompt_sizes and full_step else ()
-    return tuple(dict.fromkeys((*_padded_steps(prompt_sizes, max_rows, max_model_len), *full)))
+    keys = dict.fromkeys((*_padded_steps(prompt_sizes, max_rows, max_model_len), *full))
+    return tuple(key for key in keys if key.num_tokens <= most_tokens)
 
 
 def _padded_steps(

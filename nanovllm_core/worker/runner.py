@@ -30,6 +30,7 @@ from nanovllm_core.interfaces.plan import PrefillChunk, StepPlan, StepResult, To
 from nanovllm_core.worker.attention import PagedAttention
 from nanovllm_core.worker.batch import StepInputs, aligned
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
+from nanovllm_core.worker.latent import most_captured_tokens
 from nanovllm_core.worker.mixed import (
     ChunkTable,
     MixedStep,
@@ -73,13 +74,14 @@ class ModelRunner:
             self.bucket_sizes = tuple(range(1, config.limits.max_num_seqs + 1))
         max_rows = self.bucket_sizes[-1]
         prompt_sizes, full_step = setup.prompt_graph_sizes, config.full_step_size
-        self._mixed_keys = mixed_keys(prompt_sizes, full_step, max_rows, self.max_model_len)
+        sizes, most_tokens = (max_rows, self.max_model_len), most_captured_tokens(model.shape)
+        self._mixed_keys = mixed_keys(prompt_sizes, full_step, *sizes, most_tokens)
         self.row_padding = rows_apart(max_rows) if self._mixed_keys and full_step else 1
         chunk_shapes = {
             key.num_chunks: chunk_table_shape(key.num_chunks) for key in self._mixed_keys
         }
-        sizes = max_rows, self.max_model_len, setup.block_size
-        self.tables = RowTables.allocate(*sizes, device, len(attention.groups), chunk_shapes)
+        places = *sizes, setup.block_size
+        self.tables = RowTables.allocate(*places, device, len(attention.groups), chunk_shapes)
         self.ops = get_row_ops(device)
         self.sampling = StepSampler(setup, kernels, model, self.tables, self.ops, tp)
         self._updates = RowUpdates(self.tables)

@@ -175,6 +175,8 @@ def test_prompts_of_captured_steps_attend_to_rows(
         ((16,), 4000, True),
         ((16,), 16000, False),
         ((100,) * 8, 0, True),
+        ((30,) * 20, 0, True),
+        ((30,) * 100, 0, False),
         ((125,) * 32, 0, False),
     ],
 )

@@ -71,6 +71,7 @@ def test_mixed_steps_are_captured_at_all_token_sizes_beside_ever_more_rows() -> 
     assert few == (StepKey("mixed", 64, 8), StepKey("mixed", 64, 20))
     assert mixed_keys((64,), None, 3, 4096) == (StepKey("mixed", 64, 3),)
     assert mixed_keys((), 512, 256, 4096) == ()
+    assert {key.num_tokens for key in mixed_keys((64, 128), 512, 8, 4096, 500)} == {64, 128}
 
 
 @pytest.mark.parametrize(

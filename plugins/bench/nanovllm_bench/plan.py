@@ -29,6 +29,7 @@ from nanovllm_core.layers import (
 )
 from nanovllm_core.selection import Decisions
 from nanovllm_core.worker.kv_cache import CacheLayout, DeviceMemory, num_blocks_on_gpu
+from nanovllm_core.worker.latent import most_captured_tokens
 from nanovllm_core.worker.mixed import mixed_keys
 from nanovllm_core.worker.rows import RowTables
 from nanovllm_core.worker.sampler_tail import TRANSIENT_BYTES
@@ -219,7 +220,8 @@ def rank_of(config: EngineConfig, gpu: Gpu, tp_size: int) -> Rank:
     limits = config.limits
     eager_bytes, captured_bytes = _step_bytes(module, shape, dtype)
     prompts = () if decisions.attention.eager_prefill_reasons else config.prompt_graph_sizes
-    keys = mixed_keys(prompts, config.full_step_size, limits.max_num_seqs, decisions.max_model_len)
+    sizes = limits.max_num_seqs, decisions.max_model_len
+    keys = mixed_keys(prompts, config.full_step_size, *sizes, most_captured_tokens(shape))
     captured = max((key.total_tokens for key in keys), default=limits.max_num_seqs)
     return Rank(
         tp_size=tp_size,
