@@ -24,8 +24,8 @@ def latent_prefill(
     """Attend packed queries causally to the rows of their sequences, into `out_THL`.
 
     A row's first L numbers are its value. The innermost dimension of every tensor is contiguous;
-    lengths are read on the device alone. `tuning` None: that of the GPU. Raises UnsupportedError for a
-    `scale` that is not positive.
+    lengths are read on the device alone. `tuning` None is that of the GPU. Raises UnsupportedError
+    for a `scale` that is not positive.
     """
     check_scale(scale)
     num_seqs = len(metadata.seq_lens)
