@@ -69,7 +69,7 @@ UNMET: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"latent": True},
      "has no latent attention, and the model caches one row per token for it"),
     ({"latent": True, "cuda_graphs": "full"}, {"latent": True, "phase": "prefill"},
-     "its prefill has no latent attention, without which it is not captured"),
+     "its run_prefill does not attend to latent rows, as captured prompts do"),
 ]  # fmt: skip
 """What a backend states otherwise than `ABLE`, what is asked otherwise than `ASKED`, the reason."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,16 +86,22 @@ def test_prompts_of_latent_attention_are_captured_over_rows_that_the_backend_ser
     pytest.importorskip("nanovllm_attention_triton", reason="needs a backend that can")
     install_latent(install)
 
-    def decisions(backend: str, **changes: Any) -> Decisions:
+    def decisions(backend: str, named: Sequence[int] | None = (64,), **changes: Any) -> Decisions:
         folder, _ = write_latent(tmp_path / f"{backend}-{len(changes)}", **changes)
-        return decided(folder, attention=backend, **{"cuda_graphs.prompt_sizes": [64]})
+        return decided(folder, attention=backend, **{"cuda_graphs.prompt_sizes": named})
 
     assert decisions("triton").prompt_graph_sizes == (64,)
     with pytest.raises(ConfigError, match="'sdpa': its prefill cannot be captured"):
         _ = decisions("sdpa").prompt_graph_sizes
+    # A head's key has more numbers behind its value than a row may have.
+    apart = {"qk_nope_head_dim": 160, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    assert decisions("triton", **apart).prompt_graph_sizes == (64,)
     wide = decisions("triton", kv_lora_rank=1024)
     with pytest.raises(UnsupportedError, match="latent part has 1024 numbers, at most 512"):
         _ = wide.prompt_graph_sizes
+    assert decisions("triton", None).prompt_graph_sizes[-1] == 2048
+    with pytest.raises(ConfigError, match=r"\[64, 3072\].*more than 2236 prompt tokens"):
+        _ = decisions("triton", [64, 3072]).prompt_graph_sizes
 
 
 # -- where the checkpoint is ----------------------------------------------------------------------

@@ -57,10 +57,11 @@ class LatentHeads:
     """The heads of latent attention (MLA, DeepSeek-V2, arXiv:2405.04434).
 
     One row per token is cached for all heads: `latent_size` numbers, of which each head's key and
-    value are linear functions, then the rotated part of the key, which the heads share. Prompts
-    compute keys and values: a head's key has `key_size` numbers, the rotated part last, and its
-    value `value_size`. Decode steps move the functions into the query and behind the output
-    (absorption), so that the key is the row itself and the value its first `latent_size` numbers.
+    value are linear functions, then the rotated part of the key, which the heads share. Of long
+    prompts keys and values are computed: a head's key has `key_size` numbers, the rotated part
+    last, and its value `value_size`. Other steps move the functions into the query and behind the
+    output (absorption), so that the key is the row itself and the value its first `latent_size`
+    numbers.
     In DeepSeek's config.json: kv_lora_rank, qk_nope_head_dim + qk_rope_head_dim, v_head_dim.
     """
 

@@ -4,7 +4,7 @@
     x -> row: kv_a_proj_with_mqa                             latent part (normed), rotated part
     latent part -> kv_b_proj                                 per head: key's nope part, value
 
-Only the row is cached. Prompts compute keys and values from rows. Decode steps compute neither:
+Only the row is cached. Long prompts compute keys and values from rows. Other steps compute neither:
 q · (W_k c) = (W_kᵀ q) · c, so W_k is applied to the query and W_v behind the attention, once per
 query instead of once per key, and the rows are keys and values themselves (absorption).
 

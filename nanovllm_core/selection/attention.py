@@ -136,7 +136,7 @@ def unmet(capabilities: AttentionCapabilities, requirements: AttentionRequiremen
         reasons.append("has no latent attention, and the model caches one row per token for it")
     captures_prompts = requirements.cuda_graphs and requirements.phase == "prefill"
     if requirements.latent and captures_prompts and not capabilities.latent_prefill:
-        reasons.append("its prefill has no latent attention, without which it is not captured")
+        reasons.append("its run_prefill does not attend to latent rows, as captured prompts do")
     if requirements.num_heads != requirements.num_kv_heads and not capabilities.gqa:
         reasons.append(
             f"needs as many KV heads as query heads (the model has {requirements.num_heads} query "

@@ -25,6 +25,7 @@ from nanovllm_core.errors import (
     describe_error,
     shown,
 )
+from nanovllm_core.interfaces.absorption import most_captured_tokens
 from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
 from nanovllm_core.interfaces.cache_groups import SequenceNeed, make_groups
 from nanovllm_core.interfaces.model import UNREADABLE_ERRORS, AttentionShape, ModelShape
@@ -224,16 +225,24 @@ class Decisions:
     def prompt_graph_sizes(self) -> tuple[int, ...]:
         """The prompt tokens that steps are padded to, so that they can be captured.
 
-        None on a CPU, and none where the prefill backend cannot be captured; ConfigError where the
-        configuration names sizes for such a backend. Eager steps are padded alike.
+        None on a CPU, and none where the prefill backend cannot be captured, or steps of the size
+        are faster without; ConfigError where the configuration names such sizes. Eager steps are
+        padded alike.
         """
         if not self.device.startswith("cuda"):
             return ()
+        named, most = self.config.cuda_graphs.prompt_sizes, most_captured_tokens(self.shape)
         if not self.attention.eager_prefill_reasons:
-            return self.config.prompt_graph_sizes
-        if self.config.cuda_graphs.prompt_sizes:
+            if named and named[-1] > most:
+                raise ConfigError(
+                    f"cuda_graphs.prompt_sizes: {list(named)}, but steps with more than {most} "
+                    "prompt tokens of latent attention are faster without a graph; leave out "
+                    "larger sizes"
+                )
+            return tuple(size for size in self.config.prompt_graph_sizes if size <= most)
+        if named:
             raise ConfigError(
-                f"cuda_graphs.prompt_sizes: {list(self.config.cuda_graphs.prompt_sizes)}, but of "
+                f"cuda_graphs.prompt_sizes: {list(named)}, but of "
                 f"attention {self.attention.prefill.name!r}: "
                 f"{'; '.join(self.attention.eager_prefill_reasons)}; leave prompt_sizes out, or "
                 "choose another prefill backend"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_core.errors import UnsupportedError
+from nanovllm_core.interfaces.absorption import suit_capture
 from nanovllm_core.interfaces.attention import (
     AttentionBackend,
     AttentionConfig,
@@ -123,8 +124,8 @@ class PagedAttention:
 
     def suit_capture(self, chunks: Sequence[PrefillChunk]) -> bool:
         """Whether these chunks may be those of a captured step."""
-        latent = (group.latent_prompts for group in self.groups)
-        return all(one.suit_capture(chunks) for one in latent if one)
+        latent = (one.attention for one in self.layout.groups if one.attention.latent)
+        return all(suit_capture(chunks, one.num_heads) for one in latent)
 
     def begin_step(
         self,
@@ -191,7 +192,8 @@ class PagedAttention:
         decode = self._decode[number] if self._decode else None
         chunks = self._prefill[number] if self._prefill else None
         num_decode = decode.num_rows if decode else 0
-        expands = chunks is not None and chunks.num_context is not None  # in eager steps
+        # Of padded steps, captured or not, the host knows no context.
+        expands = chunks is not None and chunks.num_context is not None
         absorbed = num_decode if expands else len(q_THD)
         outputs = []
         if absorbed:

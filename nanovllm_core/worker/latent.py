@@ -1,16 +1,15 @@
-"""Prompts of latent attention in eager steps: keys and values are computed from rows, of the
-context in parts.
+"""Prompts of latent attention in steps that no graph holds.
 
-A chunk's queries attend causally to the chunk's own tokens, and fully to the context before it: the
-tokens of earlier chunks and of cached prefixes. The context of all chunks is packed and cut into
-parts of bounded size, so that memory does not grow with it. Each part gives an output and the
-log-sum-exp of its scores, by which the outputs are merged (Milakov and Gimelshein 2018).
+Keys and values are computed from rows, of the context in parts. A chunk's queries attend causally
+to the chunk's own tokens, and fully to the context before it: the tokens of earlier chunks and of
+cached prefixes. The context of all chunks is packed and cut into parts of bounded size, so that
+memory does not grow with it. Each part gives an output and the log-sum-exp of its scores, by which
+the outputs are merged (Milakov and Gimelshein 2018).
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,27 +22,10 @@ from nanovllm_core.interfaces.attention import (
     PackedMetadata,
     PrefillMetadata,
 )
-from nanovllm_core.interfaces.model import ModelShape
-from nanovllm_core.interfaces.plan import PrefillChunk
 from nanovllm_core.layers import LatentAttention
 
 LEAST_PART = 4096
 """Tokens of context; smaller parts would be more launches than work."""
-MOST_SCORES = 2**26
-"""Of query heads and keys, in a layer of a captured step. Its prompts attend to rows, which is
-three times the arithmetic that attention to keys and values is: beyond, that takes longer than the
-host needs to launch an eager step. On an H200 one prompt of 100, 500, 1,000 and 2,000 tokens takes
-DeepSeek-V2-Lite 11, 14, 17 and 31 ms captured, and 22, 27, 28 and 25 eagerly."""
-TOKEN_SCORES = 30_000
-"""What a token's products take, in scores: a long eager step hides its launches behind them."""
-LEAST_QUERIES = 8448
-"""Query heads that occupy an H200: fewer take as long."""
-
-
-def most_captured_tokens(shape: ModelShape) -> int:
-    """Prompt tokens beyond which no step of the model is faster when captured."""
-    is_latent = any(one.latent for one in shape.attention_shapes)
-    return MOST_SCORES // TOKEN_SCORES if is_latent else sys.maxsize
 
 
 @dataclass(slots=True)
@@ -62,15 +44,6 @@ class LatentPrompts:
         self._block_size = config.block_size
         self.part_size = max(LEAST_PART, config.max_num_batched_tokens)
         """The tokens of context that a layer computes keys and values of at once."""
-        self._num_heads = config.num_heads
-
-    def suit_capture(self, chunks: Sequence[PrefillChunk]) -> bool:
-        """Whether a captured step, which attends to rows, is faster than an eager one."""
-        num_tokens = sum(chunk.length for chunk in chunks)
-        keys = sum(chunk.length * (chunk.start + chunk.length // 2) for chunk in chunks)
-        longest = max(chunk.start + chunk.length for chunk in chunks)
-        scores = max(self._num_heads * keys, LEAST_QUERIES * longest)
-        return scores + TOKEN_SCORES * num_tokens <= MOST_SCORES
 
     def plan(self, chunks: PrefillMetadata, num_context: int, slots_T: Tensor) -> None:
         """Lay out the packed calls of a step. `slots_T`: where the chunks' own rows are stored."""

@@ -35,7 +35,7 @@ def mixed_keys(
     max_model_len: int,
     most_tokens: int = sys.maxsize,
 ) -> tuple[StepKey, ...]:
-    """Every captured step with prompts, of `most_tokens` of them; none where there are no sizes.
+    """Every captured step with prompts, of at most `most_tokens`; none where there are no sizes.
 
     Where steps are small, padding is no small part of them: those that fill the budget, of
     `full_step` tokens, have graphs of their own.

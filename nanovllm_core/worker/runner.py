@@ -4,7 +4,8 @@ A step has two shapes. A decode step has one token per row, padded to a bucket, 
 sequence of kernels every time, from the row tables to the sampled ids: captured once per bucket
 and replayed (see `graphs`), or run eagerly with the same padding (on a CPU every batch size is a
 bucket, so there is none). A mixed step has prompt chunks too (see `mixed`): captured at a few sizes
-where the attention backends can be, launched eagerly beyond the largest.
+where the attention backends can be, launched eagerly beyond the largest, and of latent attention
+where that is faster.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm_core.errors import InconsistentStateError
+from nanovllm_core.interfaces.absorption import most_captured_tokens
 from nanovllm_core.interfaces.attention import DecodeMetadata
 from nanovllm_core.interfaces.executor import WorkerSetup
 from nanovllm_core.interfaces.kernels import KernelSet
@@ -30,7 +32,6 @@ from nanovllm_core.interfaces.plan import PrefillChunk, StepPlan, StepResult, To
 from nanovllm_core.worker.attention import PagedAttention
 from nanovllm_core.worker.batch import StepInputs, aligned
 from nanovllm_core.worker.graphs import StepGraphs, StepKey
-from nanovllm_core.worker.latent import most_captured_tokens
 from nanovllm_core.worker.mixed import (
     ChunkTable,
     MixedStep,
@@ -75,6 +76,8 @@ class ModelRunner:
         max_rows = self.bucket_sizes[-1]
         prompt_sizes, full_step = setup.prompt_graph_sizes, config.full_step_size
         sizes, most_tokens = (max_rows, self.max_model_len), most_captured_tokens(model.shape)
+        if full_step and full_step - max_rows > most_tokens:
+            full_step = None  # no step that fills the budget is captured
         self._mixed_keys = mixed_keys(prompt_sizes, full_step, *sizes, most_tokens)
         self.row_padding = rows_apart(max_rows) if self._mixed_keys and full_step else 1
         chunk_shapes = {

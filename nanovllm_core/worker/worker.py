@@ -119,7 +119,8 @@ class Worker:
             if is_captured_at_once and isinstance(kernels, CompilingKernels):
                 attention.allocate_cache(1)
                 # Prompts that are not captured may wait for the device.
-                most = setup.config.limits.max_num_batched_tokens if runner.prompt_sizes else 0
+                can_capture = runner.prompt_sizes and not attention.context_part
+                most = setup.config.limits.max_num_batched_tokens if can_capture else 0
                 smallest, *others = (partial(runner.run_captured, key) for key in runner.keys)
                 first = chain(runner.trial_launches(most), [smallest])
                 products = captured_products(model.module, runner.keys)
@@ -316,12 +317,13 @@ def _try_steps(setup: WorkerSetup, runner: ModelRunner, memory: DeviceMemory) ->
     """Run the largest steps there can be, so that the allocator's peak is the true one.
 
     They run on a given number of blocks too: no request shall be the first to have them compiled.
-    So do shorter steps with prompts, which may have kernels of their own, if none is captured.
+    So do shorter steps with prompts, which may have kernels of their own, if none is captured, or
+    if those with a long context never are.
     Captured steps keep the bytes of the largest, for all share one pool.
     """
     runner.attention.allocate_cache(1)
     most = setup.config.limits.max_num_batched_tokens
-    is_eager = setup.cuda_graphs and not runner.prompt_sizes
+    is_eager = setup.cuda_graphs and (not runner.prompt_sizes or runner.attention.context_part > 0)
     for num_tokens in (most, *(2**power for power in range((most - 1).bit_length() * is_eager))):
         runner.trial_step(num_tokens)
     torch.cuda.empty_cache()

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_core import SamplingParams
-from nanovllm_core.interfaces.attention import AttentionConfig
-from nanovllm_core.interfaces.model import LatentHeads
+from nanovllm_core.interfaces import absorption
 from nanovllm_core.interfaces.plan import PrefillChunk, StepPlan
 from nanovllm_core.worker import attention, latent
 
@@ -27,9 +26,6 @@ from .tiny import open_tiny
 Install = Callable[..., None]
 
 pytest.importorskip("nanovllm_attention_sdpa", reason="needs the plugin attention_sdpa")
-
-from nanovllm_attention_sdpa.backend import SdpaAttention  # noqa: E402
-from nanovllm_attention_sdpa.plugin import SdpaOptions  # noqa: E402
 
 COUNT = 16
 PARAMS = SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=0.0)
@@ -112,11 +108,14 @@ def attend_to_rows(
         out_THL[start:end] = weights_QHK @ rows_KR[:, : out_THL.shape[-1]]
 
 
-@pytest.mark.parametrize("scores", [2**26, 0])
+@pytest.mark.parametrize("captured", [True, False])
 def test_prompts_of_captured_steps_attend_to_rows(
-    scores: int, tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch
+    captured: bool, tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside a decoding row, and behind a chunk before; those of eager steps never do."""
+    """Beside a decoding row, and behind a chunk before; those of eager steps never do.
+
+    Which these are, is asked of each step.
+    """
     runs: list[int] = []
     expanded: list[int] = []
 
@@ -132,7 +131,8 @@ def test_prompts_of_captured_steps_attend_to_rows(
 
     monkeypatch.setattr("nanovllm_attention_sdpa.backend.SdpaAttention.run_prefill", run_prefill)
     monkeypatch.setattr(latent.LatentAttention, "expand_rows", expand_rows)
-    monkeypatch.setattr(latent, "MOST_SCORES", scores)
+    if not captured:
+        monkeypatch.setattr(absorption, "LEAST_QUERIES", absorption.MOST_SCORES)
     install_latent(install)
     folder, config = write_latent(tmp_path / "tiny")
     started = Started(folder, (8, 32), cuda_graphs={"sizes": (3, 8)})
@@ -157,8 +157,9 @@ def test_prompts_of_captured_steps_attend_to_rows(
         run(decode_plan((4, 1), epoch=2), 4, 1)
     started.executor.close()
     # Of two layers each: padded to a size in captured steps; own tokens and context in eager ones.
-    assert runs == ([8, 8, 32, 32, 32, 32] if scores else [])
-    assert expanded == ([] if scores else [7, 7, 24, 24, 16, 24, 16, 24])
+    assert started.runner.prompt_sizes == (8, 32)
+    assert runs == ([8, 8, 32, 32, 32, 32] if captured else [])
+    assert expanded == ([] if captured else [7, 7, 24, 24, 16, 24, 16, 24])
     weights = random_weights(config)
     for row, prompt in ((4, long), (1, short)):
         logits = naive_logits(config, weights, torch.tensor([*prompt, *answers[row][:-1]]))
@@ -184,15 +185,8 @@ def test_a_step_is_captured_where_that_was_faster(
     lengths: tuple[int, ...], context: int, captured: bool
 ) -> None:
     """On an H200, for DeepSeek-V2-Lite, with its 16 heads."""
-    sizes = {"latent_size": 512, "key_size": 192, "value_size": 128}
-    config = AttentionConfig(
-        device=torch.device("cpu"), dtype=torch.bfloat16, num_heads=16, num_kv_heads=1,
-        head_size=576, scale=1.0, block_size=256, max_num_seqs=64, max_model_len=32768,
-        max_num_batched_tokens=8192, latent=LatentHeads(**sizes),
-    )  # fmt: skip
-    prompts = latent.LatentPrompts(SdpaAttention(SdpaOptions(), config), config)
     chunks = [PrefillChunk(row, context, n, samples=True) for row, n in enumerate(lengths)]
-    assert prompts.suit_capture(chunks) is captured
+    assert absorption.suit_capture(chunks, num_heads=16) is captured
 
 
 BUGS = {

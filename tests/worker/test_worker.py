@@ -291,19 +291,29 @@ def test_a_rank_runs_on_its_own_device(setup: WorkerSetup) -> None:
 
 
 @pytest.mark.parametrize(
-    ("captured", "most", "expected"),
-    [((), 40, [40, 1, 2, 4, 8, 16, 32]), ((), 1, [1]), ((32,), 40, [40])],
+    ("captured", "context", "most", "expected"),
+    [
+        ((), 0, 40, [40, 1, 2, 4, 8, 16, 32]),
+        ((), 0, 1, [1]),
+        ((32,), 0, 40, [40]),
+        ((32,), 4096, 10, [10, 1, 2, 4, 8]),
+    ],
 )
-def test_a_start_tries_short_steps_with_prompts_where_none_is_captured(
+def test_a_start_tries_short_steps_with_prompts_where_some_are_not_captured(
     setup: WorkerSetup,
     monkeypatch: pytest.MonkeyPatch,
     captured: tuple[int, ...],
+    context: int,
     most: int,
     expected: list[int],
 ) -> None:
-    """Their kernels follow from the number of tokens; a request would wait for the compiler."""
+    """Their kernels follow from the number of tokens; a request would wait for the compiler.
+
+    Of latent attention, whose contexts are computed in parts, those with a long one never are.
+    """
     tried: list[int] = []
     runner = Mock(prompt_sizes=captured, trial_step=tried.append)
+    runner.attention.context_part = context
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: 0)
     limits = setup.config.limits.model_copy(update={"max_num_batched_tokens": most})

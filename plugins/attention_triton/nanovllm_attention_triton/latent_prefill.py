@@ -7,7 +7,7 @@ from torch import Tensor
 from nanovllm_attention_triton.decode import LOG2_E
 from nanovllm_attention_triton.hopper_prefill import on_hopper
 from nanovllm_attention_triton.latent_prefill_kernel import latent_prefill_kernel
-from nanovllm_attention_triton.prefill import check_scale
+from nanovllm_attention_triton.prefill import check_scale, count_row_blocks
 from nanovllm_attention_triton.sizes import padded_head_size
 from nanovllm_attention_triton.tuning import PackedTuning, latent_prefill_tuning
 from nanovllm_core.api import PrefillMetadata
@@ -25,7 +25,7 @@ def latent_prefill(
 
     A row's first L numbers are its value. The innermost dimension of every tensor is contiguous;
     lengths are read on the device alone. `tuning` None is that of the GPU. Raises UnsupportedError
-    for a `scale` that is not positive.
+    for a `scale` that is not positive, and for more queries than a grid holds.
     """
     check_scale(scale)
     num_seqs = len(metadata.seq_lens)
@@ -38,7 +38,7 @@ def latent_prefill(
     tuning = tuning or latent_prefill_tuning(
         q_THR.element_size(), rest_size, on_hopper(q_THR.device)
     )
-    latent_prefill_kernel[(num_tokens * num_heads // tuning.block_m + num_seqs,)](
+    latent_prefill_kernel[(count_row_blocks(num_tokens, num_seqs, num_heads, tuning.block_m),)](
         q_THR,
         cache_NP1R,
         out_THL,

@@ -171,6 +171,7 @@ def test_rows_beyond_2_to_the_31_elements_are_read_right(options):
         (5, LatentSizes(latent=320, rotated=64), torch.bfloat16, 16),
         (1, LatentSizes(latent=512, rotated=128), torch.bfloat16, 32),
         (3, LatentSizes(latent=40, rotated=24), torch.float16, 16),
+        (4, LatentSizes(latent=16, rotated=8), torch.bfloat16, 64),
     ],
     ids=str,
 )

@@ -17,6 +17,7 @@ from nanovllm_bench.rates import build_on_meta, costs_on_rank
 from nanovllm_bench.roofline import ModelCosts, decode_step_seconds
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.errors import ArchitectureError, OutOfMemoryError
+from nanovllm_core.interfaces.absorption import most_captured_tokens
 from nanovllm_core.interfaces.attention import AttentionRequirements, Phase
 from nanovllm_core.interfaces.cache_groups import SequenceNeed
 from nanovllm_core.interfaces.model import ModelShape
@@ -29,7 +30,6 @@ from nanovllm_core.layers import (
 )
 from nanovllm_core.selection import Decisions
 from nanovllm_core.worker.kv_cache import CacheLayout, DeviceMemory, num_blocks_on_gpu
-from nanovllm_core.worker.latent import most_captured_tokens
 from nanovllm_core.worker.mixed import mixed_keys
 from nanovllm_core.worker.rows import RowTables
 from nanovllm_core.worker.sampler_tail import TRANSIENT_BYTES
@@ -285,7 +285,7 @@ def _step_bytes(module: torch.nn.Module, shape: ModelShape, dtype: torch.dtype) 
     def with_widest(widest: int) -> int:
         return (3 * shape.hidden_size + max(3 * widest // 2, *of_experts, 0)) * dtype.itemsize
 
-    return with_widest(max(*expanded, *products)), with_widest(max(*absorbed, *products))
+    return with_widest(max((*expanded, *products))), with_widest(max((*absorbed, *products)))
 
 
 def plan_layouts(

@@ -17,11 +17,12 @@ from typer.testing import CliRunner, Result
 
 from nanovllm_bench import gpus
 from nanovllm_bench.gpus import Gpu, find_gpu, known_gpus
-from nanovllm_bench.plan import Layout, PlannedDecisions, plan_layouts, rank_of
+from nanovllm_bench.plan import Layout, PlannedDecisions, _step_bytes, plan_layouts, rank_of
 from nanovllm_bench.roofline import Rates, decode_step_seconds
 from nanovllm_core.cli.main import make_app
 from nanovllm_core.config import EngineConfig, load_config
 from nanovllm_core.errors import ArchitectureError, ConfigError, DeviceError, OutOfMemoryError
+from nanovllm_core.interfaces.model import AttentionShape, LatentHeads, ModelShape
 from nanovllm_core.interfaces.plan import WorkerInfo
 from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.layers import Attention, LayerContext, SingleRank
@@ -78,6 +79,22 @@ def started(config: EngineConfig) -> Iterator[tuple[ModelRunner, WorkerInfo]]:
         yield worker._runner, info
     finally:
         worker.close()
+
+
+def test_steps_have_the_keys_of_their_prompts_or_queries_of_rows() -> None:
+    """Of latent attention, by whether they are captured; a model without products has neither."""
+    plain = ModelShape(
+        num_layers=1, hidden_size=8, num_heads=2, num_kv_heads=1, head_size=40, vocab_size=9,
+        max_position=64,
+    )  # fmt: skip
+    module = torch.nn.Module()
+    assert _step_bytes(module, plain, torch.bfloat16) == (2 * (24 + 12), 2 * (24 + 12))
+    heads = LatentHeads(latent_size=32, key_size=24, value_size=16)
+    row = AttentionShape(num_heads=2, num_kv_heads=1, head_size=40, latent=heads)
+    latent = replace(plain, attention_layers=(row,))
+    eager, captured = _step_bytes(module, latent, torch.bfloat16)
+    assert eager == 2 * (24 + 3 * 2 * (24 + 16) // 2)
+    assert captured == 2 * (24 + 3 * 2 * (40 + 32) // 2)
 
 
 @pytest.mark.parametrize("tied", [False, True])
