@@ -18,7 +18,7 @@ error ends the engine. An engine makes an instance of its own; instances share n
 
 Every waiting request is served in the end, whatever its length, however many wait with it and
 however often it was preempted. A scheduler with a bound on overtaking declares it as
-`SchedulerSpec.max_overtaking_steps`.
+`SchedulerSpec.max_overtaking_steps`. Nothing is kept of requests that ended.
 
 Work is counted in steps: a line of Python, a call, or a comparison, hash or sum of a value from a
 view. With n requests, each of these takes at most 32 n log2(n + 2) + 1000 steps: one call of

@@ -32,6 +32,7 @@ PROGRESS = "test_an_admitted_prompt_is_finished_whatever_arrives"
 AGAIN = "test_an_id_that_comes_again_is_served_as_a_fresh_one"
 SAME = "test_the_same_traffic_is_decided_the_same_way"
 BESIDE = "test_two_engines_do_not_disturb_each_other"
+KEPT = "test_nothing_is_kept_of_requests_that_ended"
 READ_OFTEN = "test_a_key_is_the_same_however_often_it_is_read"
 KEYS_BOUND = "test_keys_keep_the_declared_bound"
 FAIRNESS = (
@@ -89,6 +90,8 @@ def run(check: str, impl: type, promises: bool = True, seed: int = 0) -> None:
         (wrong.BegunWhileNoneDecodes, PROGRESS),
         (wrong.BegunLast, PROGRESS),
         (wrong.BegunWhileNoneWaits, PROGRESS),
+        (wrong.KeepsTheServed, KEPT),
+        (wrong.KeepsKeys, KEPT),
         (wrong.LastAfterTwo, READ_OFTEN),
         (wrong.LastAfterTwo, PREEMPTED),
         (wrong.LastAfterManyOutputs, KEYS_BOUND),
@@ -134,7 +137,7 @@ def test_a_plugin_that_promises_no_order_is_held_to_serve_all(impl: type, check:
         run(check, impl, promises=False)
 
 
-@pytest.mark.parametrize("check", [*FAIRNESS, PROGRESS, AGAIN, WORK, LEFT, BESIDE])
+@pytest.mark.parametrize("check", [*FAIRNESS, PROGRESS, AGAIN, WORK, LEFT, BESIDE, KEPT])
 def test_what_the_bugs_are_planted_in_passes(check: str) -> None:
     run(check, wrong.InOrder)
 
@@ -165,7 +168,7 @@ def test_a_policy_whose_whole_number_keys_tie_passes(seed: int) -> None:
     run(LEFT, wrong.ByClass, promises=False, seed=seed)
 
 
-@pytest.mark.parametrize("check", [*FAIRNESS[1:], PROGRESS, AGAIN, WORK, LEFT])
+@pytest.mark.parametrize("check", [*FAIRNESS[1:], PROGRESS, AGAIN, WORK, LEFT, KEPT])
 @pytest.mark.parametrize(
     "impl",
     [

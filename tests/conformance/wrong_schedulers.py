@@ -301,6 +301,20 @@ class BegunWhileNoneWaits(InOrder):
 # -- policies with a bug
 
 
+class KeepsTheServed(InOrder):
+    """Notes each request that was admitted, and never looks there."""
+
+    def __init__(self, options: BaseModel) -> None:
+        super().__init__(options)
+        self.served: list[RequestView] = []
+
+    def schedule(self, state: SchedulerState) -> Sequence[PrefillShare]:
+        shares = super().schedule(state)
+        admitted = {share.request_id for share in shares}
+        self.served += (one for one in state.waiting if one.request_id in admitted)
+        return shares
+
+
 class First(SchedulingPolicy):
     """In the order of arrival."""
 
@@ -359,6 +373,18 @@ class RemembersIds(First):
 
     def service_key(self, request: RequestView) -> tuple[float, ...]:
         return (self.seen.setdefault(request.request_id, request.arrival_index),)
+
+
+class KeepsKeys(First):
+    """Remembers the key of each id, of which none comes again."""
+
+    def __init__(self, options: BaseModel) -> None:
+        super().__init__(options)
+        self.keys: dict[str, tuple[float, ...]] = {}
+
+    def service_key(self, request: RequestView) -> tuple[float, ...]:
+        self.keys[request.request_id] = super().service_key(request)
+        return self.keys[request.request_id]
 
 
 class SquaredKey(First):

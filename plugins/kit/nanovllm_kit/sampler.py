@@ -249,7 +249,8 @@ class SamplerConformance(SpecConformance):
     def test_temperatures_of_three_decades_divide_the_logits(
         self, plugin: PluginUnderTest, device: torch.device
     ) -> None:
-        """From 0.05 to 50, over 16,384 draws: also ids beyond the 50 likeliest have their share.
+        """From 0.05 to 50, over 16,384 draws: ids beyond the 50 likeliest have their share, and so
+        have the least likely ones that have a hundredth together.
 
         Each row's logits are such that all rows have one distribution, with a long tail. Shown by
         the mean of log-probabilities, at all temperatures (where 5 % of scale are 11 standard
@@ -268,7 +269,9 @@ class SamplerConformance(SpecConformance):
             index=[0] * draws,
         )
         p_V = z_V.double().softmax(-1)
+        last_V = p_V[ranks_V.argsort()].flip(0).cumsum(0).flip(0)[ranks_V] <= 0.01
         for what, value_V in (
+            ("the share of the least likely hundredth", last_V.double()),
             ("the share of ids beyond the 50 likeliest", (ranks_V >= 50).double()),
             ("logit / temperature of the chosen ids", z_V.double()),
         ):

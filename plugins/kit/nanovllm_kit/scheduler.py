@@ -14,8 +14,8 @@ An author's test file, whole:
 
 The plugin drives the real engine, with a fake worker whose results come several steps late and
 whose tokens betray every mistake with blocks, rows and lengths; a policy through the core's own
-scheduler. The checks of both levels are in six files, by what they are about. Nothing here imports
-torch.
+scheduler. The checks of both levels are in seven files, by what they are about. Nothing here
+imports torch.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from nanovllm_kit.scheduler_decisions import SchedulerDecisions
 from nanovllm_kit.scheduler_fairness import SchedulerFairness
 from nanovllm_kit.scheduler_growth import SchedulerGrowth
 from nanovllm_kit.scheduler_labels import KeysOfLabels, SchedulerLabels
+from nanovllm_kit.scheduler_memory import SchedulerMemory
 from nanovllm_kit.scheduler_progress import SchedulerProgress
 from nanovllm_kit.scheduler_queue import SchedulerQueue
 from nanovllm_kit.scheduler_views import View, hours_pass, views
@@ -65,6 +66,7 @@ def _another(view: View, number: int, draws: Random) -> View:
 # a longer run.
 class _SchedulingConformance(
     SchedulerGrowth,
+    SchedulerMemory,
     SchedulerFairness,
     SchedulerProgress,
     SchedulerLabels,

@@ -190,6 +190,16 @@ class NeverCold(Honest):
         return torch.where(own_B == 0, own_B, own_B.clamp(self.least, self.most))
 
 
+class Likeliest99(Honest):
+    """Never takes the least likely ids that have a hundredth together."""
+
+    def scores(self, logits_BV: Tensor, temperature_B1: Tensor, noise_BV: Tensor) -> Tensor:
+        p_BV, ids_BV = (logits_BV.float() / temperature_B1).softmax(-1).sort(stable=True)
+        lost_BV = torch.zeros_like(p_BV, dtype=torch.bool)
+        lost_BV.scatter_(1, ids_BV, p_BV.cumsum(1) <= 0.01)
+        return super().scores(logits_BV, temperature_B1, noise_BV).masked_fill(lost_BV, -torch.inf)
+
+
 class NeverHot(NeverCold):
     """Temperatures above 3 are taken for 3."""
 
@@ -282,6 +292,7 @@ BUGS: list[tuple[type[Honest], str]] = [
     (NoiseInBfloat16, "test_noise_is_finer_than_bfloat16"),
     (ScoresInTheLogitsDtype, SHARES),
     (Likeliest50, DECADES),
+    (Likeliest99, DECADES),
     (NeverCold, DECADES),
     (NeverHot, DECADES),
     (NeverWarm, DECADES),

@@ -1,0 +1,61 @@
+"""The check that nothing is kept of requests that ended."""
+
+from __future__ import annotations
+
+import gc
+from itertools import pairwise
+from random import Random
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+from nanovllm_core.interfaces.sampling_params import SamplingParams
+from nanovllm_kit.conformance import PluginUnderTest
+from nanovllm_kit.engine_harness import Setting
+from nanovllm_kit.scheduler_base import SchedulingConformance
+
+ROUNDS, REQUESTS = 4, 300
+SIZES = Setting(
+    num_blocks=17, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=24,
+    prefix_caching=False,
+)  # fmt: skip
+"""There are blocks for half of the rows' answers, so that requests are preempted."""
+SHARED = (type, ModuleType, FunctionType, BuiltinFunctionType)
+
+
+def count_reachable(start: Any) -> int:
+    """The objects that `start` keeps, itself included; not code, which is everybody's."""
+    found: dict[int, Any] = {}
+    reached = {id(start): start}
+    while reached:
+        found |= reached
+        behind = {id(one): one for one in gc.get_referents(*reached.values())}
+        reached = {
+            key: one
+            for key, one in behind.items()
+            if key not in found and not isinstance(one, SHARED)
+        }
+    return len(found)
+
+
+class SchedulerMemory(SchedulingConformance):
+    """An engine runs for months."""
+
+    def test_nothing_is_kept_of_requests_that_ended(
+        self, plugin: PluginUnderTest, draws: Random
+    ) -> None:
+        """Behind each of some rounds of equally many requests, the scheduler keeps as much."""
+        scheduler = self.make_scheduler(plugin)
+        harness = self.harness_of(scheduler, SIZES, debug=False)
+        kept = []
+        for number in range(ROUNDS):
+            for index in range(REQUESTS):
+                params = SamplingParams(temperature=0, max_tokens=draws.randint(1, 16))
+                harness.add(f"{number}, {index}", [1] * draws.randint(1, 6), params)
+            harness.run()
+            kept.append(count_reachable(scheduler))
+        grown = min(later - before for before, later in pairwise(kept))
+        assert grown < REQUESTS // 2, (
+            f"after each of {ROUNDS} rounds of {REQUESTS} requests that ended, the scheduler keeps "
+            f"{', '.join(map(str, kept))} objects; drop what it knows of a request in remove(), or "
+            "when the request is in no view any more"
+        )
