@@ -5,8 +5,10 @@ Shape suffixes as in `nanovllm_core.interfaces.logits_processor`.
 
 from __future__ import annotations
 
+import gc
 import json
 import random
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -31,6 +33,7 @@ from nanovllm_core.interfaces.logits_processor import (
 from nanovllm_core.interfaces.specs import LogitsProcessorSpec
 from nanovllm_core.registry import read_options
 from nanovllm_kit.conformance import PluginUnderTest, SpecConformance
+from nanovllm_kit.reachable import assert_steady, count_reachable
 
 END = "<end>"
 VOCAB, LENGTH = 257, 32
@@ -50,6 +53,7 @@ a row that the device has ended is given so. There are four, so that of up to fo
 NUM_DRAWS, ALPHABETS = 32, (2, 3, 5, VOCAB)
 """Further batches of rows are drawn where different arguments act alike on `ROWS`. Their ids are of
 so many, since few ids repeat sooner."""
+KEPT_ROUNDS, KEPT_CALLS = 4, 40
 WAITING = (
     *("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal"),
     *("_unique2", "unique_dim", "unique_consecutive", "bincount"),
@@ -209,6 +213,23 @@ class LogitsProcessorConformance(SpecConformance):
             lengths = int(request.num_prompt), int(request.num_known)
             assert torch.equal(request.token_ids, ids), "token_ids were written"
             assert lengths == (num_prompt, num_known), "a length was written"
+
+    def test_nothing_is_kept_of_a_call(
+        self, processor: LogitsProcessor, asked: list[BaseModel]
+    ) -> None:
+        """No tensor of it, and nothing of every request that `prepare` was called for."""
+        kept = []
+        for _ in range(KEPT_ROUNDS):
+            for _ in range(KEPT_CALLS):
+                requests, logits_SV = make_requests(processor, asked), random_logits()
+                processor.process(logits_SV, requests)
+            tensors = [weakref.ref(logits_SV), *(weakref.ref(one.token_ids) for one in requests)]
+            del requests, logits_SV
+            gc.collect()
+            assert all(one() is None for one in tensors), "a tensor of a call is kept behind it"
+            kept.append(count_reachable(processor))
+        remedy = "a request's state is what prepare() returns, and the engine keeps that"
+        assert_steady(kept, KEPT_CALLS, remedy)
 
     def test_it_does_not_wait_for_the_device(
         self, processor: LogitsProcessor, asked: list[BaseModel]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-from itertools import pairwise
 from random import Random
-from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any
 
 from nanovllm_core.interfaces.sampling_params import SamplingParams
 from nanovllm_kit.conformance import PluginUnderTest
 from nanovllm_kit.engine_harness import Setting
+from nanovllm_kit.reachable import assert_steady, count_reachable
 from nanovllm_kit.scheduler_base import SchedulingConformance
 
 ROUNDS, REQUESTS = 4, 300
@@ -19,22 +16,6 @@ SIZES = Setting(
     prefix_caching=False,
 )  # fmt: skip
 """There are blocks for half of the rows' answers, so that requests are preempted."""
-SHARED = (type, ModuleType, FunctionType, BuiltinFunctionType)
-
-
-def count_reachable(start: Any) -> int:
-    """The objects that `start` keeps, itself included; not code, which is everybody's."""
-    found: dict[int, Any] = {}
-    reached = {id(start): start}
-    while reached:
-        found |= reached
-        behind = {id(one): one for one in gc.get_referents(*reached.values())}
-        reached = {
-            key: one
-            for key, one in behind.items()
-            if key not in found and not isinstance(one, SHARED)
-        }
-    return len(found)
 
 
 class SchedulerMemory(SchedulingConformance):
@@ -53,9 +34,5 @@ class SchedulerMemory(SchedulingConformance):
                 harness.add(f"{number}, {index}", [1] * draws.randint(1, 6), params)
             harness.run()
             kept.append(count_reachable(scheduler))
-        grown = min(later - before for before, later in pairwise(kept))
-        assert grown < REQUESTS // 2, (
-            f"after each of {ROUNDS} rounds of {REQUESTS} requests that ended, the scheduler keeps "
-            f"{', '.join(map(str, kept))} objects; drop what it knows of a request in remove(), or "
-            "when the request is in no view any more"
-        )
+        remedy = "forget a request in remove(), or once no view has it"
+        assert_steady(kept, REQUESTS, remedy)

@@ -289,3 +289,36 @@ def test_arguments_that_act_alike_on_all_rows_are_refused() -> None:
         AssertionError, match=r"Repeats\(n=40\) and Repeats\(n=50\) do the same .* `arguments` that"
     ):
         compare(NoRepeatOfLastAdmitted, [Repeats(n=40), Repeats(n=50)])
+
+
+class Keeps(LogitsProcessor):
+    """Keeps what it is given, where `keep` says so."""
+
+    def __init__(self, keep: str) -> None:
+        self.keep = keep
+        self.kept: list[object] = []
+
+    def prepare(self, arguments: BaseModel) -> list[int]:
+        state = [1, 2, 3]
+        if self.keep == "states":
+            self.kept.append(state)
+        return state
+
+    def process(self, logits_SV: Tensor, requests: Sequence[LogitsRequest]) -> None:
+        if self.keep == "logits":
+            self.kept = [logits_SV]
+        if self.keep == "ids":
+            self.kept = [one.token_ids for one in requests]
+
+
+@pytest.mark.parametrize(
+    ("keep", "said"),
+    [("states", "rounds of 40 it keeps"), ("logits", "is kept"), ("ids", "is kept")],
+)
+def test_a_processor_that_keeps_what_it_is_given_is_caught(keep: str, said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        LogitsProcessorConformance().test_nothing_is_kept_of_a_call(Keeps(keep), ASKED)
+
+
+def test_a_processor_that_keeps_nothing_passes() -> None:
+    LogitsProcessorConformance().test_nothing_is_kept_of_a_call(Keeps("nothing"), ASKED)
