@@ -38,11 +38,11 @@ A block of the KV cache is a page in FlashAttention's words.
 A **latent** group (`LatentHeads`) caches one row of R numbers per token, the key of all heads;
 values are its first `latent_size` numbers. `run_decode` then gets queries of R numbers, k_cache
 [N, P, 1, R], v_cache [N, P, 1, latent_size] (a view of k_cache: each row needs to be read only
-once) and out [B, H, latent_size]. Prompts do not come to `plan_prefill` and `run_prefill`: the core
-computes keys and values and calls `run_packed`, for the step's own tokens and for each part of the
-context. Only a backend that declares `latent` is chosen for such groups. Where one declares
-`latent_prefill` too, steps of a few sizes with prompts are captured, and these prompts do come to
-`plan_prefill` and `run_prefill`, with queries, caches and outputs as in decode.
+once) and out [B, H, latent_size]. Only a backend that declares `latent` is chosen for such groups.
+Where one declares `latent_prefill` too, steps of a few sizes with prompts are captured, and their
+prompts come to `plan_prefill` and `run_prefill`, with queries, caches and outputs as in decode. For
+the prompts of all other steps the core computes keys and values and calls `run_packed` instead, for
+the step's own tokens and for each part of the context.
 
 Shape suffixes: T tokens, B decode rows, S prefill sequences, H query heads, K KV heads,
 D head size, N KV blocks, P tokens per block, M blocks per sequence at most; L packed keys,

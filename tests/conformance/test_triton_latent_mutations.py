@@ -27,6 +27,9 @@ CONTEXT = "test_packed_context_is_seen_whole"
 PACKED_SIZES = "test_packed_sizes_and_heads_are_parameters"
 OVER_ROWS = "test_latent_prompts_attend_to_rows"
 OVER_ANY_ROWS = "test_latent_prompts_may_have_any_sizes_and_heads"
+LAYERS = "test_a_latent_plan_serves_every_layer"
+LARGE = "test_latent_scores_may_be_large"
+MANY = "test_latent_batches_may_be_long_or_many"
 OVER_ROWS_REPLAYS = "test_latent_prompts_follow_changed_chunks"
 DECODE, PACKED, OVER = "latent_kernels.py", "packed_kernels.py", "latent_prefill_kernel.py"
 
@@ -162,6 +165,29 @@ MUTATIONS = [
     bug(
         "a prompt's scale is that of a row", "latent_prefill.py", OVER_ROWS,
         ("scale * LOG2_E", "(row_size ** -0.5) * LOG2_E"),
+    ),
+    bug(
+        "rows are taken to lie side by side, in prompts", "latent_prefill.py", APART,
+        ("        cache_NP1R.stride(1),\n", "        cache_NP1R.shape[3],\n"),
+    ),
+    bug(
+        "all layers of a step read the rows of the first", "latent_prefill.py", LAYERS,
+        ("        cache_NP1R,\n        out_THL,\n",
+         "        _of(metadata, cache_NP1R),\n        out_THL,\n"),
+        ("def latent_prefill_constants(",
+         "_SEEN = {}\n\n\ndef _of(metadata, cache):\n"
+         "    return _SEEN.setdefault(id(metadata), cache)\n\n\n"
+         "def latent_prefill_constants("),
+    ),
+    bug(
+        "scores are not taken from their peak, in prompts", "prefill_kernels.py", LARGE,
+        ("weights = tl.exp2(scores * log2_scale - anchor[:, None])",
+         "weights = tl.exp2(scores * log2_scale)"),
+        ("rescale = tl.exp2(peak - anchor)", "rescale = tl.where(peak > 1e30, 0.0, 1.0)"),
+    ),
+    bug(
+        "chunks behind the 32nd are left out", "latent_prefill.py", MANY,
+        ("num_tokens = min(num_tokens, num_seqs", "num_tokens = min(num_tokens, min(num_seqs, 12)"),
     ),
     bug(
         "a block whose heads do not fill it ends a token early", OVER, OVER_ANY_ROWS,

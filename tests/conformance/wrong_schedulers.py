@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from random import Random
 from typing import ClassVar
 
@@ -313,6 +314,43 @@ class KeepsTheServed(InOrder):
         admitted = {share.request_id for share in shares}
         self.served += (one for one in state.waiting if one.request_id in admitted)
         return shares
+
+
+ADMITTED: list[RequestView] = []
+
+
+class KeepsInTheModule(InOrder):
+    """Notes each request that waits in a list of the module."""
+
+    def schedule(self, state: SchedulerState) -> Sequence[PrefillShare]:
+        ADMITTED.extend(state.waiting[:1])
+        return super().schedule(state)
+
+
+class KeepsInACache(InOrder):
+    """The order of a request is computed once, by a cache of a method, without a bound."""
+
+    @cache  # noqa: B019 - the bug
+    def place(self, request_id: str) -> tuple[str, int]:
+        return request_id, len(request_id)
+
+    def schedule(self, state: SchedulerState) -> Sequence[PrefillShare]:
+        for request in state.waiting:
+            self.place(request.request_id)
+        return super().schedule(state)
+
+
+class KeepsInAClosure(InOrder):
+    """Notes each request in a list that a function of its own closes over."""
+
+    def __init__(self, options: BaseModel) -> None:
+        super().__init__(options)
+        noted: list[RequestView] = []
+        self.note = lambda requests: noted.extend(requests)
+
+    def schedule(self, state: SchedulerState) -> Sequence[PrefillShare]:
+        self.note(state.waiting[:1])
+        return super().schedule(state)
 
 
 class First(SchedulingPolicy):

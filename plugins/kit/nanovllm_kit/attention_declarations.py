@@ -64,6 +64,8 @@ class AttentionDeclarations(AttentionSubject):
             for size in stated.head_sizes or ()
             if type(size) is not int or size < 1
         ]
+        if stated.latent_prefill and not stated.latent:
+            problems.append("latent_prefill needs latent")
         if stated.cuda_graphs not in get_args(GraphSupport):
             problems.append(
                 f"cuda_graphs {stated.cuda_graphs!r} is none of {get_args(GraphSupport)}"

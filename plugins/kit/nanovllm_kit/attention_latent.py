@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from nanovllm_kit.attention_backend import (
     EDGES,
     AttentionSubject,
     BackendUnderTest,
+    Run,
     assert_near,
 )
 from nanovllm_kit.attention_replay import captured, check_replays, recorded
@@ -94,6 +95,14 @@ class LatentUnderTest(BackendUnderTest):
             dtype=dtype, device=self.device, **changes,
         )  # fmt: skip
 
+    @property
+    def over_rows(self) -> list[tuple[Phase, Run]]:
+        """The phases that attend to rows, and how to run them."""
+        runs: list[tuple[Phase, Run]] = [("decode", self.decode)] * ("decode" in self.phases)
+        if "prefill" in self.phases and self.capabilities.latent_prefill:
+            runs += [("prefill", self.prefill)] * self.captures(self.sizes)
+        return runs
+
     def check_prompts(self, case: PagedCase, what: str) -> None:
         """Fail where prompts that attend to rows are off the reference."""
         __tracebackhide__ = True
@@ -133,7 +142,10 @@ class AttentionLatent(AttentionSubject):
         if not latent.capabilities.latent_prefill:
             pytest.skip("declares no prefill over latent rows")
         if latent.capabilities.cuda_graphs != "full" or "prefill" not in latent.phases:
-            raise AssertionError("latent_prefill is for steps with prompts that are captured")
+            raise AssertionError(
+                "latent_prefill is for steps with prompts that are captured: it needs "
+                'cuda_graphs="full" and the phase prefill'
+            )
         if not latent.captures(latent.sizes):
             pytest.skip("these options refuse prompts over latent rows")
         return latent
@@ -174,16 +186,64 @@ class AttentionLatent(AttentionSubject):
                 packed = latent.packed([20, 5], [20, 5], causal=True)
                 latent.check_packed(replace(packed, scale=scale), f"scale {scale}")
 
-    def test_latent_rows_may_lie_apart(self, latent_decoder: LatentUnderTest) -> None:
+    def test_latent_rows_may_lie_apart(self, latent: LatentUnderTest) -> None:
         """In slots that are wider than a row, with NaN behind it; only the output is written."""
-        case = latent_decoder.case([40, 3, 65])
-        shape = (*case.k_cache.shape[:-1], case.k_cache.shape[-1] + 16)
-        wide = case.k_cache.new_full(shape, float("nan"))
-        wide[..., : case.k_cache.shape[-1]] = case.k_cache
-        before = wide.clone()
-        apart = case.with_rows(wide[..., : case.k_cache.shape[-1]], latent_decoder.sizes.heads)
-        assert_near(case, latent_decoder.decode(apart), "rows in wider slots")
-        torch.testing.assert_close(wide, before, rtol=0, atol=0, equal_nan=True)
+        for phase, run in latent.over_rows:
+            case = latent.case([40, 3, 65], [1, 1, 1] if phase == "decode" else [9, 3, 1])
+            shape = (*case.k_cache.shape[:-1], case.k_cache.shape[-1] + 16)
+            wide = case.k_cache.new_full(shape, float("nan"))
+            wide[..., : case.k_cache.shape[-1]] = case.k_cache
+            before = wide.clone()
+            apart = case.with_rows(wide[..., : case.k_cache.shape[-1]], latent.sizes.heads)
+            assert_near(case, run(apart), f"{phase}, rows in wider slots")
+            torch.testing.assert_close(wide, before, rtol=0, atol=0, equal_nan=True)
+
+    def test_latent_batches_may_be_long_or_many(self, latent: LatentUnderTest) -> None:
+        """Long contexts, many rows or chunks, a chunk of many queries; every block size."""
+        for phase, run in latent.over_rows:
+            decodes = phase == "decode"
+            for keys, queries in (
+                ([700, 5], [1, 1] if decodes else [290, 5]),
+                ([*range(1, 41)], [1] * 40 if decodes else [1 + n % 3 for n in range(40)]),
+            ):
+                keys = [max(key, own) for key, own in zip(keys, queries, strict=True)]
+                case = latent.case(keys, queries, num_heads=1)
+                assert_near(case, run(case), f"{phase}, long or many")
+            for multiple in (2, 4):
+                size = latent.block_size * multiple
+                case = latent.case([70, 33], [1, 1] if decodes else [20, 33], block_size=size)
+                assert_near(case, run(case), f"{phase}, blocks of {size}")
+
+    def test_latent_scores_may_be_large(self, latent: LatentUnderTest) -> None:
+        """All near 100, or all near -100: only their differences count."""
+        for phase, run in latent.over_rows:
+            case = latent.case([40, 33], [1, 1] if phase == "decode" else [7, 33])
+            case.k_cache[..., -1] = 1.0
+            for sign in (1.0, -1.0):
+                q = case.q_THD.clone()
+                q[..., -1] = sign * 100 / case.scale
+                large = replace(case, q_THD=q)
+                rel_norm = 1e-4 if latent.dtype == "float32" else 1e-2
+                assert_near(large, run(large), f"{phase}, large scores", rel_norm=rel_norm)
+
+    def test_a_latent_plan_serves_every_layer(self, latent: LatentUnderTest) -> None:
+        """One plan, then a run per layer, each over its own rows."""
+        for phase, _ in latent.over_rows:
+            case = latent.case([40, 5, 70], [1, 1, 1] if phase == "decode" else [12, 5, 1])
+            backend = latent.backend(case.config())
+            call: Callable[..., None] = backend.run_prefill
+            metadata: Any = case.prefill_metadata()
+            if phase == "decode":
+                call = backend.run_decode
+                metadata = case.decode_metadata(case.config().max_model_len)
+                backend.plan_decode(metadata)
+            else:
+                backend.plan_prefill(metadata)
+            for number in range(3):
+                layer = case.with_rows(case.k_cache / 2**number, latent.sizes.heads)
+                out = layer.new_out()
+                call(layer.q_THD, layer.k_cache, layer.v_cache, metadata, out)
+                assert_near(layer, out, f"{phase}, layer {number} of one plan")
 
     def test_latent_steps_follow_changed_inputs(self, latent_decoder: LatentUnderTest) -> None:
         """Captured once, as `test_recorded_steps_follow_changed_inputs` says."""

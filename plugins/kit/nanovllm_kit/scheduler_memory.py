@@ -33,6 +33,9 @@ class SchedulerMemory(SchedulingConformance):
                 params = SamplingParams(temperature=0, max_tokens=draws.randint(1, 16))
                 harness.add(f"{number}, {index}", [1] * draws.randint(1, 6), params)
             harness.run()
-            kept.append(count_reachable(scheduler))
-        remedy = "forget a request in remove(), or once no view has it"
+            kept.append(count_reachable(scheduler, plugin.load()))
+        remedy = (
+            "a scheduler forgets requests that ended, which are in no state of schedule() any "
+            "more; a policy keeps nothing of a request"
+        )
         assert_steady(kept, REQUESTS, remedy)

@@ -313,7 +313,7 @@ class Keeps(LogitsProcessor):
 
 @pytest.mark.parametrize(
     ("keep", "said"),
-    [("states", "rounds of 40 it keeps"), ("logits", "is kept"), ("ids", "is kept")],
+    [("states", "rounds of 40 it keeps"), ("logits", "are kept"), ("ids", "are kept")],
 )
 def test_a_processor_that_keeps_what_it_is_given_is_caught(keep: str, said: str) -> None:
     with pytest.raises(AssertionError, match=said):
