@@ -98,9 +98,11 @@ class LatentUnderTest(BackendUnderTest):
     @property
     def over_rows(self) -> list[tuple[Phase, Run]]:
         """The phases that attend to rows, and how to run them."""
-        runs: list[tuple[Phase, Run]] = [("decode", self.decode)] * ("decode" in self.phases)
-        if "prefill" in self.phases and self.capabilities.latent_prefill:
-            runs += [("prefill", self.prefill)] * self.captures(self.sizes)
+        runs: list[tuple[Phase, Run]] = []
+        if "decode" in self.phases:
+            runs.append(("decode", self.decode))
+        if "prefill" in self.phases and self.captures(self.sizes):
+            runs.append(("prefill", self.prefill))
         return runs
 
     def check_prompts(self, case: PagedCase, what: str) -> None:
