@@ -19,8 +19,6 @@ than a GPU ends a captured one. On one host a prompt of 100, 500, 1,000 and 2,00
 DeepSeek-V2-Lite 11, 14, 17 and 31 ms captured, and 22, 27, 28 and 25 otherwise."""
 TOKEN_SCORES = 30_000
 """What a token's products take, in scores: the launches of a long step hide behind them."""
-LEAST_QUERIES = 8448
-"""Query heads that occupy an H200: fewer take as long."""
 
 
 def most_captured_tokens(shape: ModelShape) -> int:
@@ -33,6 +31,4 @@ def suit_capture(chunks: Sequence[PrefillChunk], num_heads: int) -> bool:
     """Whether a step of these chunks, of latent attention, is faster captured."""
     num_tokens = sum(chunk.length for chunk in chunks)
     keys = sum(chunk.length * (chunk.start + chunk.length // 2) for chunk in chunks)
-    longest = max(chunk.start + chunk.length for chunk in chunks)
-    scores = max(num_heads * keys, LEAST_QUERIES * longest)
-    return scores + TOKEN_SCORES * num_tokens <= MOST_SCORES
+    return num_heads * keys + TOKEN_SCORES * num_tokens <= MOST_SCORES

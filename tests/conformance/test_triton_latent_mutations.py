@@ -151,7 +151,7 @@ MUTATIONS = [
     ),
     bug(
         "a chunk forgets its context", OVER, OVER_ROWS,
-        ("context = tl.load(seq_lens_ptr + seq) - query_len", "context = 0"),
+        ("context = seq_len - query_len", "context = 0"),
     ),
     bug(
         "the rest of a row is left out of a prompt's scores", OVER, OVER_ROWS,
@@ -187,7 +187,7 @@ MUTATIONS = [
     ),
     bug(
         "chunks behind the 32nd are left out", "latent_prefill.py", MANY,
-        ("num_tokens = min(num_tokens, num_seqs", "num_tokens = min(num_tokens, min(num_seqs, 12)"),
+        ("num_seqs = len(metadata.seq_lens)", "num_seqs = min(len(metadata.seq_lens), 32)"),
     ),
     bug(
         "a block whose heads do not fill it ends a token early", OVER, OVER_ANY_ROWS,

@@ -146,10 +146,10 @@ MUTATIONS = [
         peers=22,
     ),
     bug(
-        "a captured prompt step keeps the lengths of its warm-up", "backend.py", PROMPT_REPLAYS,
-        ("                metadata.seq_lens,\n                metadata.query_start_loc,\n",
-         "                self.__dict__.setdefault('lens', metadata.seq_lens.clone()),\n"
-         "                metadata.query_start_loc,\n"),
+        "a captured prompt step keeps the lengths of its warm-up", "split_work.py", PROMPT_REPLAYS,
+        ("            metadata.seq_lens,\n            metadata.query_start_loc,\n",
+         "            self.__dict__.setdefault('lens', metadata.seq_lens.clone()),\n"
+         "            metadata.query_start_loc,\n"),
         peers=22,
     ),
     bug(

@@ -132,7 +132,7 @@ def test_prompts_of_captured_steps_attend_to_rows(
     monkeypatch.setattr("nanovllm_attention_sdpa.backend.SdpaAttention.run_prefill", run_prefill)
     monkeypatch.setattr(latent.LatentAttention, "expand_rows", expand_rows)
     if not captured:
-        monkeypatch.setattr(absorption, "LEAST_QUERIES", absorption.MOST_SCORES)
+        monkeypatch.setattr(attention, "suit_capture", lambda *_: False)
     install_latent(install)
     folder, config = write_latent(tmp_path / "tiny")
     started = Started(folder, (8, 32), cuda_graphs={"sizes": (3, 8)})
@@ -174,7 +174,9 @@ def test_prompts_of_captured_steps_attend_to_rows(
         ((2000,), 0, False),
         ((512,), 4000, True),
         ((16,), 4000, True),
-        ((16,), 16000, False),
+        ((16,), 16000, True),
+        ((128,), 16000, True),
+        ((256,), 16000, False),
         ((100,) * 8, 0, True),
         ((30,) * 20, 0, True),
         ((30,) * 100, 0, False),

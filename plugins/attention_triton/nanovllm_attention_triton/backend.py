@@ -20,21 +20,29 @@ from nanovllm_attention_triton.decode import (
 )
 from nanovllm_attention_triton.hopper_latent import make_latent_workspace
 from nanovllm_attention_triton.hopper_limits import hopper_latent_limits
-from nanovllm_attention_triton.hopper_prefill import hopper_kernel_serves
+from nanovllm_attention_triton.hopper_prefill import hopper_kernel_serves, on_hopper
 from nanovllm_attention_triton.latent_prefill import latent_prefill
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.packed import packed_prefill
 from nanovllm_attention_triton.prefill import (
     CAUSAL,
     fits_large_tiles,
+    has_copy_engine,
     has_large_memory,
     prefill_attention,
 )
+from nanovllm_attention_triton.sizes import padded_head_size
+from nanovllm_attention_triton.split_work import SplitShape, SplitWork
 from nanovllm_attention_triton.tuning import (
     HOPPER_LATENT,
+    LARGE_TILE,
+    WIDE,
     DecodeTuning,
     LatentTuning,
+    PackedTuning,
+    PrefillTuning,
     decode_tunings,
+    latent_prefill_tuning,
     latent_tuning,
     packed_tuning,
     prefill_tuning,
@@ -68,15 +76,18 @@ class TritonAttention(AttentionBackend):
         self._window = None if window is None or window >= config.max_model_len else window
         self._workspaces: list[PlannedWork] = []
         self._prefill_tickets: Tensor | None = None
+        self._splits: SplitWork | None = None
         self._has_prefilled = False
 
     def allocate(self) -> None:
-        config = self.config
+        config, options = self.config, self._options
         if self._has_warp_roles():
             self._prefill_tickets = torch.zeros(1, dtype=torch.int32, device=config.device)
         self._workspaces = [
             self._make_workspace(rows, tuning) for rows, tuning in self.decode_tunings
         ]
+        if not options.chunk_size:  # a row has the same bits in every batch
+            self._splits = self._make_splits(self._prompt_tuning())
 
     def _decode_tunings(self) -> list[tuple[int, DecodeTuning]]:
         config, options = self.config, self._options
@@ -144,6 +155,32 @@ class TritonAttention(AttentionBackend):
             tuning,
             config.device,
         )
+
+    def _prompt_tuning(self) -> PrefillTuning | PackedTuning:
+        """The constants of prompts, for a cache whose addresses are aligned."""
+        config, element_size = self.config, self.config.dtype.itemsize
+        if config.latent:
+            rest_size = config.head_size - config.latent.latent_size
+            return latent_prefill_tuning(element_size, rest_size, on_hopper(config.device))
+        has_tiles = config.head_size > WIDE and config.block_size % LARGE_TILE == 0
+        large = has_tiles and has_copy_engine(config.device) and has_large_memory(config.device)
+        return prefill_tuning(element_size, config.head_size, large, self._options)
+
+    def _make_splits(self, tuning: PrefillTuning | PackedTuning) -> SplitWork:
+        config = self.config
+        value_size = config.latent.latent_size if config.latent else config.head_size
+        shape = SplitShape(
+            num_kv_heads=config.num_kv_heads,
+            group=config.num_heads // config.num_kv_heads,
+            block_m=tuning.block_m,
+            block_n=tuning.block_n,
+            block_d=padded_head_size(value_size),
+            num_multiprocessors=num_multiprocessors(config.device),
+            resident=tuning.resident,
+            max_num_seqs=config.max_num_seqs,
+            window=self._window,
+        )
+        return SplitWork(shape, config.device)
 
     def _workspace(self, num_rows: int) -> PlannedWork:
         """The first that holds `num_rows`."""
@@ -217,6 +254,10 @@ class TritonAttention(AttentionBackend):
             out_BHD,
         )
 
+    def plan_prefill(self, metadata: PrefillMetadata) -> None:
+        if self._splits is not None:
+            self._splits.plan(metadata)
+
     def run_prefill(
         self,
         q_THD: Tensor,
@@ -227,32 +268,60 @@ class TritonAttention(AttentionBackend):
     ) -> None:
         self._check_tensors(q_THD, k_cache, v_cache, out_THD)
         if self.config.latent:
-            latent_prefill(q_THD, k_cache, metadata, self.config.scale, out_THD)
+            latent_prefill(
+                q_THD, k_cache, metadata, self.config.scale, out_THD, splits=self._splits
+            )
             return
         large = fits_large_tiles(k_cache, v_cache)
         tuning = prefill_tuning(q_THD.element_size(), q_THD.shape[-1], large, self._options)
+        splits = self._splits if self._splits and self._splits.shape.is_of(tuning) else None
+        if splits and not self._has_prefilled and not splits.serves(len(q_THD)):
+            # The first step is the start's trial, and long: no request shall be the first to have
+            # the kernels of short prompts compiled. What this one writes is written again below.
+            short = replace(
+                metadata,
+                block_table=metadata.block_table[:1],
+                seq_lens=metadata.seq_lens[:1],
+                query_start_loc=metadata.query_start_loc[:2],
+                max_query_len=1,
+            )
+            splits.plan(short)
+            self._attend(q_THD, k_cache, v_cache, short, out_THD, tuning, splits)
         tunings = [tuning]
         if self._prefill_tickets is not None and not self._has_prefilled:
-            # The first step is the start's trial, and long: no request shall be the first to have
-            # the kernel of short prompts compiled.
+            # As above, where contexts are not split.
             tunings = [replace(tuning, warp_roles=False), tuning]
         self._has_prefilled = True
         for one in tunings:
-            prefill_attention(
-                q_THD,
-                k_cache,
-                v_cache,
-                metadata.block_table,
-                metadata.seq_lens,
-                metadata.query_start_loc,
-                metadata.max_query_len,
-                self.config.scale,
-                out_THD,
-                one,
-                window=CAUSAL if self._window is None else (self._window - 1, 0),
-                soft_cap=self.config.soft_cap,
-                tickets=self._prefill_tickets,
-            )
+            self._attend(q_THD, k_cache, v_cache, metadata, out_THD, one, splits)
+
+    def _attend(
+        self,
+        q_THD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: PrefillMetadata,
+        out_THD: Tensor,
+        tuning: PrefillTuning,
+        splits: SplitWork | None,
+    ) -> None:
+        """`run_prefill` by the kernel that `tuning` and the queries ask for."""
+        prefill_attention(
+            q_THD,
+            k_cache,
+            v_cache,
+            metadata.block_table,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            metadata.max_query_len,
+            self.config.scale,
+            out_THD,
+            tuning,
+            window=CAUSAL if self._window is None else (self._window - 1, 0),
+            soft_cap=self.config.soft_cap,
+            tickets=self._prefill_tickets,
+            splits=splits,
+        )
 
     def run_packed(
         self,
@@ -310,11 +379,14 @@ class TritonAttention(AttentionBackend):
             )
 
     def captured_tensors(self) -> Mapping[str, Tensor]:
-        return {
+        tensors = {
             f"{name}_up_to_{workspace.shape.max_num_seqs}_rows": tensor
             for workspace in self._workspaces
             for name, tensor in workspace.tensors().items()
-        } | ({} if self._prefill_tickets is None else {"prefill_tickets": self._prefill_tickets})
+        }
+        if self._prefill_tickets is not None:
+            tensors["prefill_tickets"] = self._prefill_tickets
+        return tensors | (self._splits.tensors() if self._splits else {})
 
     def describe(self) -> str:
         decode = ", ".join(f"up to {rows} rows: {t}" for rows, t in self.decode_tunings)

@@ -12,6 +12,7 @@ from nanovllm_attention_triton import hopper_prefill
 from nanovllm_attention_triton.decode import LOG2_E, num_multiprocessors
 from nanovllm_attention_triton.prefill_kernels import prefill_kernel
 from nanovllm_attention_triton.sizes import padded_head_size
+from nanovllm_attention_triton.split_work import NO_SPLITS, SplitWork
 from nanovllm_attention_triton.tuning import (
     HOPPER_BLOCKS,
     HOPPER_PREFILL,
@@ -49,6 +50,7 @@ def prefill_attention(
     soft_cap: float | None = None,
     lse_HT: Tensor | None = None,
     tickets: Tensor | None = None,
+    splits: SplitWork | None = None,
 ) -> None:
     """Attend packed queries to their sequences' blocks, into `out_THD`.
 
@@ -57,8 +59,9 @@ def prefill_attention(
     `window` (left, right): a query at position p sees the keys p - left to p + right, -1 for no
     bound. `soft_cap` c turns scaled scores s into c * tanh(s / c). `lse_HT`, fp32, if given, gets
     each query's natural log-sum-exp. `tickets` [1] int32, zero, is memory of the kernel for Hopper,
-    which allocates where it gets none. Raises UnsupportedError for a `scale` that is not positive,
-    and for more queries than a grid holds.
+    which allocates where it gets none. `splits`: the step's plan, for the plain kernel's rows and
+    tiles and the same window; steps of few queries are attended by its items. Raises
+    UnsupportedError for a `scale` that is not positive, and for more queries than a grid holds.
     """
     check_scale(scale)
     num_seqs = block_table.shape[0]
@@ -85,7 +88,10 @@ def prefill_attention(
     k_desc, v_desc = (
         _tile_descriptor(x, tuning.block_n) if described else None for x in (k_cache, v_cache)
     )
-    prefill_kernel[(num_kv_heads, row_blocks)](
+    if splits and (lse_HT is not None or not splits.serves(num_queries)):
+        splits = None
+    items = splits.shape.most_items(row_blocks) if splits else row_blocks
+    prefill_kernel[(num_kv_heads, items)](
         q_THD,
         k_cache,
         v_cache,
@@ -96,6 +102,7 @@ def prefill_attention(
         block_table,
         seq_lens_S,
         query_start_loc,
+        *(splits.arguments() if splits else NO_SPLITS),
         num_seqs,
         scale * LOG2_E,
         q_THD.stride(0),
@@ -117,9 +124,12 @@ def prefill_attention(
         WITH_LSE=lse_HT is not None,
         BLOCK_M=tuning.block_m,
         BLOCK_N=tuning.block_n,
+        DEPENDENT=bool(splits and splits.launch_options["DEPENDENT"]),
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )
+    if splits:
+        splits.merge(row_blocks, out_THD)
 
 
 def check_scale(scale: float) -> None:

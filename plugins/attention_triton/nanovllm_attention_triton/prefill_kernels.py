@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from nanovllm_attention_triton.decode_kernels import (
     LOG2_E,
@@ -15,6 +16,7 @@ from nanovllm_attention_triton.decode_kernels import (
     tanh,
     within_head,
 )
+from nanovllm_attention_triton.split_kernels import load_item, split_range, store_part
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -29,6 +31,11 @@ def prefill_kernel(
     table_ptr,
     seq_lens_ptr,
     query_start_ptr,
+    items_ptr,
+    num_items_ptr,
+    partial_ptr,
+    partial_lse_ptr,
+    item_capacity,
     num_seqs,
     log2_scale,
     q_stride_token,
@@ -50,14 +57,16 @@ def prefill_kernel(
     WITH_LSE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """Attend BLOCK_M rows of one KV head of one sequence. Grid: (KV heads, row blocks of all).
+    """Attend BLOCK_M rows of one KV head of one sequence. Grid: (KV heads, row blocks or items).
 
     A row is a query of one head; the heads of a group lie side by side, so that a block spans few
     positions and wastes little beyond the diagonal. A sequence's queries are its last positions.
     The row blocks of all sequences are numbered as `find_row_block` says, so that the grid follows
-    from their tokens and their number; one that no sequence has returns at once. Cache blocks are
-    named by ids.
+    from their tokens and their number; one that no sequence has returns at once. Where `items_ptr`
+    is not None, a program attends an item of a plan instead, which may be a part of the keys of a
+    row block: see `split_plan`. Cache blocks are named by ids.
 
     Tiles that lie wholly within the sequence are loaded unmasked: by the copy engine where
     `k_desc` and `v_desc` describe the caches (a cache block holds whole tiles), else (None) by
@@ -71,12 +80,22 @@ def prefill_kernel(
     read as zeros.
     """
     kv_head = tl.program_id(0)
-    seq, query_start, query_len, first_row = find_row_block(
-        tl.program_id(1), query_start_ptr, num_seqs, GROUP, BLOCK_M
-    )
-    if first_row < 0:
-        return
-    seq_len = tl.load(seq_lens_ptr + seq)
+    if items_ptr is None:
+        seq, query_start, query_len, first_row = find_row_block(
+            tl.program_id(1), query_start_ptr, num_seqs, GROUP, BLOCK_M
+        )
+        if first_row < 0:
+            return
+        seq_len = tl.load(seq_lens_ptr + seq)
+    else:
+        if DEPENDENT:
+            gdc_launch_dependents()
+        item = tl.program_id(1)
+        if item >= tl.load(num_items_ptr):
+            return
+        seq, query_start, query_len, seq_len, first_row, split, num_splits = load_item(
+            items_ptr, item, item_capacity
+        )
     context = seq_len - query_len
 
     rows = first_row + tl.arange(0, BLOCK_M)
@@ -105,6 +124,10 @@ def prefill_kernel(
         begin = first_key // BLOCK_N * BLOCK_N
         seen_from = context + last_row // GROUP - LEFT
     whole_end = tl.minimum(tl.cdiv(end, BLOCK_N), seq_len // BLOCK_N) * BLOCK_N
+    if items_ptr is not None:
+        begin, split_end = split_range(begin, end, split, num_splits, BLOCK_N)
+        end = tl.minimum(end, split_end)
+        whole_end = tl.maximum(tl.minimum(whole_end, split_end), begin)
 
     table_row = table_ptr + seq.to(tl.int64) * table_stride
     k_head = k_ptr + kv_head * stride_head
@@ -168,6 +191,16 @@ def prefill_kernel(
 
     mass = tl.where(denominator > 0.0, denominator, 1.0)
     acc = acc / mass[:, None]
+    if items_ptr is not None:
+        # Read again, so that the loop need not keep them.
+        item = tl.program_id(1)
+        num_splits = tl.load(items_ptr + 6 * item_capacity + item)
+        if num_splits > 1:
+            store_part(
+                acc, peak + tl.log2(mass), partial_ptr, partial_lse_ptr, item, kv_head,
+                tl.num_programs(0), real, BLOCK_M, BLOCK_D,
+            )  # fmt: skip
+        real_head = real_head & (num_splits == 1)
     out_offsets = tokens * out_stride_token + heads * out_stride_head
     out = acc.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_offsets[:, None] + dims[None, :], out, mask=real_head)

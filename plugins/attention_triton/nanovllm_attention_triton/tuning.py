@@ -75,25 +75,31 @@ class PrefillTuning:
     A row is a query of one head; a block's rows share a KV head. `copy_engine` loads tiles by the
     GPU's copy engine, which spares the threads the addresses, where blocks hold whole tiles and the
     GPU has one; elsewhere each thread loads its part. `warp_roles` leaves to the kernel for Hopper,
-    and to its own constants, what that kernel can attend.
+    and to its own constants, what that kernel can attend. `resident` programs, one or two, have
+    room on a multiprocessor at once.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    resident: int = 2
     copy_engine: bool = True
     warp_roles: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedTuning:
-    """The tile of queries and keys of one program over packed keys, and how it is compiled."""
+    """The tile of queries and keys of one program over packed keys, and how it is compiled.
+
+    `resident` as in `PrefillTuning`, for latent rows.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    resident: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +209,7 @@ LARGE_CAPABILITIES = (9, 10)
 """Compute capabilities (major) of 227 KiB of shared memory per program, of which large tiles take
 192; 8 and 12 have 99 to 163."""
 WIDE_LARGE_PREFILL = {
-    2: PrefillTuning(block_m=128, block_n=LARGE_TILE, num_warps=8, num_stages=2),
+    2: PrefillTuning(block_m=128, block_n=LARGE_TILE, num_warps=8, num_stages=2, resident=1),
     4: WIDE_PREFILL[4],
 }
 # Prompts over packed keys of 192 columns and values of 128.
@@ -228,6 +234,9 @@ HOPPER_LATENT_PREFILL = (
 """Of half precision on Hopper, for rows with so many columns at most behind their value. Tiles of
 64 keys take 10 to 25 % less time on an H200 than of 32, and those of the table above up to twice as
 long. On Blackwell their results would not fit."""
+START_TILES, SPLIT_TILES, MERGE_TILES = 6, 6, 0.5
+"""Tiles of keys that a program attends in the time in which it starts and ends, in which parts are
+stored and a second kernel begins to merge them, and in which it merges one of them."""
 HOPPER_PREFILL = {128: HopperPrefillTuning(block_n=128, num_stages=2, in_order=True)}
 """By head size, of half precision. For heads of 64 the kernel was no faster than the plain one."""
 HOPPER_BLOCKS = 4

@@ -32,7 +32,10 @@ SPILLED = {
     "decode bf16-heads128-block16": 112,
     "hopper bf16-heads32-512+128": 112,
     "rows bf16-heads128-block16-512+64": 128,
-    "rows bf16-heads5-block16-320+64": 144,
+    "rows bf16-heads5-block16-320+64": 152,
+    "rows bf16-heads16-block256-512+64": 24,
+    "rows fp16-heads16-block256-512+64": 24,
+    "rows bf16-heads128-block256-512+64": 24,
 }
 
 
@@ -151,8 +154,11 @@ def rows_job(
     block_size: int,
     sizes: tuple[int, int] = (512, 64),
     capability: int = 90,
+    by_items: bool = True,
 ) -> AotJob:
-    """Prompts over rows."""
+    """Prompts over rows; by the items of a plan, as a short step is, or by row blocks."""
+    names = "items_ptr", "num_items_ptr", "partial_ptr", "partial_lse_ptr"
+    items = pointers("i32", *names[:2]) | pointers("fp32", *names[2:])
     tuning = latent_prefill_tuning(2, sizes[1], hopper=capability == 90)
     return AotJob(
         kernel=f"{KERNELS}.latent_prefill_kernel:latent_prefill_kernel",
@@ -160,8 +166,12 @@ def rows_job(
         | pointers("i32", "table_ptr", "seq_lens_ptr", "query_start_ptr")
         | integers("q_stride_token", "q_stride_head", "out_stride_token", "out_stride_head")
         | integers("table_stride", "stride_block", "stride_token")
-        | {"num_seqs": "i32", "log2_scale": "fp32"},
-        constexprs=latent_prefill_constants(num_heads, *sizes, block_size, tuning),
+        | integers("item_capacity")
+        | {"num_seqs": "i32", "log2_scale": "fp32"}
+        | (items if by_items else {}),
+        constexprs=latent_prefill_constants(num_heads, *sizes, block_size, tuning)
+        | {"DEPENDENT": by_items and capability >= 90}
+        | ({} if by_items else dict.fromkeys(names)),
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         capability=capability,
@@ -230,6 +240,7 @@ JOBS = {
             ("bf16", 16, 256, MAX_LATENT_SIZES),
         )
     },
+    "rows, unsplit": rows_job("bf16", 16, 256, by_items=False),
 }
 
 

@@ -136,6 +136,7 @@ def test_prefill_matrix_equals_the_reference(dtype):
             packed = torch.randn(int(starts[-1]), heads, head_size, dtype=dtype, device="cuda")
             out = torch.full_like(packed, float("nan"))
             metadata = PrefillMetadata(table, lens, starts, queries, longest)
+            backend.plan_prefill(metadata)
             backend.run_prefill(packed, k_cache, v_cache, metadata, out)
             # Dense: queries padded to [rows, H, queries, D], each row's at the front.
             steps = torch.arange(queries, device="cuda")
@@ -229,9 +230,11 @@ def test_a_captured_launch_of_the_hopper_kernel_follows_changed_lengths(
                         block_size=256, dtype=torch.bfloat16, device="cuda")  # fmt: skip
     backend, metadata, q = batch.backend(), batch.prefill_metadata(), batch.packed_q
     out = torch.full_like(q, float("nan"))
+    backend.plan_prefill(metadata)
     backend.run_prefill(q, batch.k_cache, batch.v_cache, metadata, out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        backend.plan_prefill(metadata)
         backend.run_prefill(q, batch.k_cache, batch.v_cache, metadata, out)
     for lens in ([700, 300, 513], [5, 0, 300], [0, 0, 1], [129, 128, 127]):
         starts = [sum(lens[:row]) for row in range(4)]
@@ -348,7 +351,9 @@ def test_blocks_beyond_2_to_the_31_elements_are_read_right():
     check(out, exact, own, "decode")
     starts = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
     out = torch.empty_like(q)
-    backend.run_prefill(q, k_cache, v_cache, PrefillMetadata(table, lens, starts, 1, 4000), out)
+    prefill = PrefillMetadata(table, lens, starts, 1, 4000)
+    backend.plan_prefill(prefill)
+    backend.run_prefill(q, k_cache, v_cache, prefill, out)
     check(out, exact, own, "prefill")
 
 
