@@ -36,6 +36,7 @@ from scale_tables import SCALE
 from served_tables import SERVED
 from serving_tables import SERVING
 from settings_tables import CONFIGURATION
+from turn_tables import TURNS
 from workload_tables import WORKLOADS
 
 from nanovllm_attention_sdpa.workspace import WORKSPACE_LIMIT
@@ -286,7 +287,7 @@ DOCUMENTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "attention.md": {"gathering": gathering_table},
     "moe.md": {**MOE, **measured(LATENT)},
     "performance.md": {
-        **measured({**PERFORMANCE, **SERVED, **MIXTURES, **WORKLOADS, **PRODUCTS}),
+        **measured({**PERFORMANCE, **SERVED, **MIXTURES, **WORKLOADS, **PRODUCTS, **TURNS}),
         "transformers on a cpu": partial(compare_table, CPU),
         "plots": plots,
         "edges": edge_table,
