@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md of short prompts behind long contexts, from result files alone."""
+"""Tables of docs/performance.md: short prompts behind long contexts, from result files alone."""
 
 from __future__ import annotations
 

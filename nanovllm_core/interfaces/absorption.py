@@ -17,6 +17,10 @@ MOST_SCORES = 2**26
 """Of query heads and keys, in a layer of a captured step: beyond, the host launches a step sooner
 than a GPU ends a captured one. On one host a prompt of 100, 500, 1,000 and 2,000 tokens took
 DeepSeek-V2-Lite 11, 14, 17 and 31 ms captured, and 22, 27, 28 and 25 otherwise."""
+CONTEXT_SCORES = 2**25
+"""As many more where a chunk has a context: elsewhere its keys and values are computed in parts,
+each by launches of its own. On one host 500 tokens behind 8,192 took 30 ms captured and 35 to 54
+otherwise, 1,000 behind 2,048 26 and 62, 500 behind 16,384 45 and 38."""
 TOKEN_SCORES = 30_000
 """What a token's products take, in scores: the launches of a long step hide behind them."""
 
@@ -31,4 +35,5 @@ def suit_capture(chunks: Sequence[PrefillChunk], num_heads: int) -> bool:
     """Whether a step of these chunks, of latent attention, is faster captured."""
     num_tokens = sum(chunk.length for chunk in chunks)
     keys = sum(chunk.length * (chunk.start + chunk.length // 2) for chunk in chunks)
-    return num_heads * keys + TOKEN_SCORES * num_tokens <= MOST_SCORES
+    most = MOST_SCORES + CONTEXT_SCORES * any(chunk.start for chunk in chunks)
+    return num_heads * keys + TOKEN_SCORES * num_tokens <= most

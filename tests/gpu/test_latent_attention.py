@@ -39,7 +39,7 @@ def test_tokens_are_those_of_the_plain_computation(
     Prompts attend to rows in captured steps, which are all, some or none of them.
     """
     monkeypatch.setattr(latent, "LEAST_PART", 128)
-    for name, value in (("MOST_SCORES", scores), ("TOKEN_SCORES", 1)):
+    for name, value in (("MOST_SCORES", scores), ("CONTEXT_SCORES", 0), ("TOKEN_SCORES", 1)):
         monkeypatch.setattr(absorption, name, value)
     install_latent(install)
     changes = {**SIZES, "q_lora_rank": rank, "max_position_embeddings": 1024}
