@@ -32,7 +32,7 @@ def attention_turns_table(results: Results) -> str:
     for turn in turns:
         num_seqs, num_queries, context = turn
         times = (
-            "{split:.0f} for {whole:.0f} ({floor:.0f})".format(**found[turn, one]) for one in heads
+            "{split:.0f} / {whole:.0f} ({floor:.0f})".format(**found[turn, one]) for one in heads
         )
         rows.append((f"{num_seqs} x {num_queries}", f"{context:,}", *times))
     names = (f"{q} heads, {kv} KV" if kv else f"{q} heads, latent rows" for q, kv in heads)

@@ -146,10 +146,10 @@ MUTATIONS = [
         peers=22,
     ),
     bug(
-        "a captured prompt step keeps the lengths of its warm-up", "split_work.py", PROMPT_REPLAYS,
-        ("            metadata.seq_lens,\n            metadata.query_start_loc,\n",
-         "            self.__dict__.setdefault('lens', metadata.seq_lens.clone()),\n"
-         "            metadata.query_start_loc,\n"),
+        "a captured prompt step keeps the lengths of its warm-up", "prefill.py", PROMPT_REPLAYS,
+        ("        seq_lens_S,\n        query_start_loc,\n",
+         "        _SEEN.setdefault(num_queries, seq_lens_S.clone()),\n        query_start_loc,\n"),
+        ("def check_scale(", "_SEEN: dict[int, Tensor] = {}\n\n\ndef check_scale("),
         peers=22,
     ),
     bug(

@@ -86,7 +86,7 @@ class TritonAttention(AttentionBackend):
         self._workspaces = [
             self._make_workspace(rows, tuning) for rows, tuning in self.decode_tunings
         ]
-        if not options.chunk_size:  # a row has the same bits in every batch
+        if not options.chunk_size:  # which keeps rows the same in every batch, so whole
             self._splits = self._make_splits(self._prompt_tuning())
 
     def _decode_tunings(self) -> list[tuple[int, DecodeTuning]]:
@@ -267,33 +267,36 @@ class TritonAttention(AttentionBackend):
         out_THD: Tensor,
     ) -> None:
         self._check_tensors(q_THD, k_cache, v_cache, out_THD)
+        splits = self._splits
+        if splits and not splits.serves(metadata, len(q_THD)):
+            splits = None
         if self.config.latent:
-            latent_prefill(
-                q_THD, k_cache, metadata, self.config.scale, out_THD, splits=self._splits
-            )
+            latent_prefill(q_THD, k_cache, metadata, self.config.scale, out_THD, splits=splits)
             return
         large = fits_large_tiles(k_cache, v_cache)
         tuning = prefill_tuning(q_THD.element_size(), q_THD.shape[-1], large, self._options)
-        splits = self._splits if self._splits and self._splits.shape.is_of(tuning) else None
-        if splits and not self._has_prefilled and not splits.serves(len(q_THD)):
+        if splits and not splits.shape.matches(tuning):
+            splits = None
+        if not self._has_prefilled:
             # The first step is the start's trial, and long: no request shall be the first to have
-            # the kernels of short prompts compiled. What this one writes is written again below.
-            short = replace(
-                metadata,
-                block_table=metadata.block_table[:1],
-                seq_lens=metadata.seq_lens[:1],
-                query_start_loc=metadata.query_start_loc[:2],
-                max_query_len=1,
-            )
-            splits.plan(short)
-            self._attend(q_THD, k_cache, v_cache, short, out_THD, tuning, splits)
-        tunings = [tuning]
-        if self._prefill_tickets is not None and not self._has_prefilled:
-            # As above, where contexts are not split.
-            tunings = [replace(tuning, warp_roles=False), tuning]
-        self._has_prefilled = True
-        for one in tunings:
-            self._attend(q_THD, k_cache, v_cache, metadata, out_THD, one, splits)
+            # the kernels of short prompts compiled. What they write is written again below.
+            self._has_prefilled = True
+            plain = replace(tuning, warp_roles=False)
+            work = self._splits
+            if work and splits is None and work.shape.matches(tuning):
+                short = replace(
+                    metadata,
+                    block_table=metadata.block_table[:1],
+                    seq_lens=metadata.seq_lens[:1],
+                    query_start_loc=metadata.query_start_loc[:2],
+                    max_query_len=1,
+                    max_seq_len=self.config.max_model_len,
+                )
+                work.plan(short)
+                self._attend(q_THD, k_cache, v_cache, short, out_THD, plain, work)
+            if self._prefill_tickets is not None:
+                self._attend(q_THD, k_cache, v_cache, metadata, out_THD, plain, splits)
+        self._attend(q_THD, k_cache, v_cache, metadata, out_THD, tuning, splits)
 
     def _attend(
         self,

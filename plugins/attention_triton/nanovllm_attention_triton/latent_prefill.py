@@ -9,7 +9,7 @@ from nanovllm_attention_triton.hopper_prefill import on_hopper
 from nanovllm_attention_triton.latent_prefill_kernel import latent_prefill_kernel
 from nanovllm_attention_triton.prefill import check_scale, count_row_blocks
 from nanovllm_attention_triton.sizes import padded_head_size
-from nanovllm_attention_triton.split_work import NO_SPLITS, SplitWork
+from nanovllm_attention_triton.split_work import SplitWork, item_arguments
 from nanovllm_attention_triton.tuning import PackedTuning, latent_prefill_tuning
 from nanovllm_core.api import PrefillMetadata
 
@@ -26,8 +26,8 @@ def latent_prefill(
     """Attend packed queries causally to the rows of their sequences, into `out_THL`.
 
     A row's first L numbers are its value. The innermost dimension of every tensor is contiguous;
-    lengths are read on the device alone. `tuning` None is that of the GPU. `splits`: the step's
-    plan, for such rows and tiles; steps of few queries are attended by its items. Raises
+    lengths are read on the device alone. `tuning` None is that of the GPU. `splits`, which serves
+    the step and has its plan, for such rows and tiles: its items are attended. Raises
     UnsupportedError for a `scale` that is not positive, and for more queries than a grid holds.
     """
     check_scale(scale)
@@ -42,8 +42,6 @@ def latent_prefill(
         q_THR.element_size(), rest_size, on_hopper(q_THR.device)
     )
     row_blocks = count_row_blocks(num_tokens, num_seqs, num_heads, tuning.block_m)
-    if splits and not splits.serves(num_tokens):
-        splits = None
     latent_prefill_kernel[(splits.shape.most_items(row_blocks) if splits else row_blocks,)](
         q_THR,
         cache_NP1R,
@@ -51,7 +49,6 @@ def latent_prefill(
         block_table,
         metadata.seq_lens,
         metadata.query_start_loc,
-        *(splits.arguments() if splits else NO_SPLITS),
         num_seqs,
         scale * LOG2_E,
         q_THR.stride(0),
@@ -62,7 +59,7 @@ def latent_prefill(
         cache_NP1R.stride(0),
         cache_NP1R.stride(1),
         **latent_prefill_constants(num_heads, value_size, rest_size, cache_NP1R.shape[1], tuning),
-        DEPENDENT=bool(splits and splits.launch_options["DEPENDENT"]),
+        **item_arguments(splits),
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )

@@ -16,7 +16,12 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from nanovllm_attention_triton.decode_kernels import block_offsets, load_block_ids
 from nanovllm_attention_triton.prefill_kernels import find_row_block, fold_tile
-from nanovllm_attention_triton.split_kernels import load_item, split_range, store_part
+from nanovllm_attention_triton.split_kernels import (
+    load_item,
+    load_num_splits,
+    split_range,
+    store_part,
+)
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -27,11 +32,6 @@ def latent_prefill_kernel(
     table_ptr,
     seq_lens_ptr,
     query_start_ptr,
-    items_ptr,
-    num_items_ptr,
-    partial_ptr,
-    partial_lse_ptr,
-    item_capacity,
     num_seqs,
     log2_scale,
     q_stride_token,
@@ -41,6 +41,11 @@ def latent_prefill_kernel(
     table_stride,
     stride_block,
     stride_token,
+    items_ptr,
+    counts_ptr,
+    partial_ptr,
+    partial_lse_ptr,
+    item_capacity,
     NUM_HEADS: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -71,7 +76,7 @@ def latent_prefill_kernel(
         if DEPENDENT:
             gdc_launch_dependents()
         item = tl.program_id(0)
-        if item >= tl.load(num_items_ptr):
+        if item >= tl.load(counts_ptr):
             return
         seq, query_start, query_len, seq_len, first_query, split, num_splits = load_item(
             items_ptr, item, item_capacity
@@ -123,9 +128,8 @@ def latent_prefill_kernel(
     acc = acc / mass[:, None]
     value_mask = real[:, None] & value_mask
     if items_ptr is not None:
-        # Read again, so that the loop need not keep them.
         item = tl.program_id(0)
-        num_splits = tl.load(items_ptr + 6 * item_capacity + item)
+        num_splits = load_num_splits(items_ptr, item, item_capacity)
         if num_splits > 1:
             store_part(
                 acc, peak + tl.log2(mass), partial_ptr, partial_lse_ptr, item, 0, 1, real,

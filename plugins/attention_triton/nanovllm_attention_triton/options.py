@@ -19,7 +19,8 @@ class TritonOptions(BaseModel):
         ge=64,
         multiple_of=64,
         description="Decode: tokens of context per work item. Unset, each step chooses it on the "
-        "device so that the GPU is filled; set, a row's result is bitwise the same in any batch.",
+        "device so that the GPU is filled; set, a row's result is bitwise the same in any batch, "
+        "and contexts of short prompts are not split, which takes longer where they are long.",
     )
     decode_num_warps: _Warps | None = Field(default=None, description="Warps per decode program.")
     decode_num_stages: int | None = Field(

@@ -12,7 +12,7 @@ from nanovllm_attention_triton import hopper_prefill
 from nanovllm_attention_triton.decode import LOG2_E, num_multiprocessors
 from nanovllm_attention_triton.prefill_kernels import prefill_kernel
 from nanovllm_attention_triton.sizes import padded_head_size
-from nanovllm_attention_triton.split_work import NO_SPLITS, SplitWork
+from nanovllm_attention_triton.split_work import SplitWork, item_arguments
 from nanovllm_attention_triton.tuning import (
     HOPPER_BLOCKS,
     HOPPER_PREFILL,
@@ -59,8 +59,8 @@ def prefill_attention(
     `window` (left, right): a query at position p sees the keys p - left to p + right, -1 for no
     bound. `soft_cap` c turns scaled scores s into c * tanh(s / c). `lse_HT`, fp32, if given, gets
     each query's natural log-sum-exp. `tickets` [1] int32, zero, is memory of the kernel for Hopper,
-    which allocates where it gets none. `splits`: the step's plan, for the plain kernel's rows and
-    tiles and the same window; steps of few queries are attended by its items. Raises
+    which allocates where it gets none. `splits`, which serves the step and has its plan, for this
+    window and the plain kernel's rows and tiles: its items are attended; not with `lse_HT`. Raises
     UnsupportedError for a `scale` that is not positive, and for more queries than a grid holds.
     """
     check_scale(scale)
@@ -88,8 +88,6 @@ def prefill_attention(
     k_desc, v_desc = (
         _tile_descriptor(x, tuning.block_n) if described else None for x in (k_cache, v_cache)
     )
-    if splits and (lse_HT is not None or not splits.serves(num_queries)):
-        splits = None
     items = splits.shape.most_items(row_blocks) if splits else row_blocks
     prefill_kernel[(num_kv_heads, items)](
         q_THD,
@@ -102,7 +100,6 @@ def prefill_attention(
         block_table,
         seq_lens_S,
         query_start_loc,
-        *(splits.arguments() if splits else NO_SPLITS),
         num_seqs,
         scale * LOG2_E,
         q_THD.stride(0),
@@ -124,7 +121,7 @@ def prefill_attention(
         WITH_LSE=lse_HT is not None,
         BLOCK_M=tuning.block_m,
         BLOCK_N=tuning.block_n,
-        DEPENDENT=bool(splits and splits.launch_options["DEPENDENT"]),
+        **item_arguments(splits),
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )

@@ -16,7 +16,12 @@ from nanovllm_attention_triton.decode_kernels import (
     tanh,
     within_head,
 )
-from nanovllm_attention_triton.split_kernels import load_item, split_range, store_part
+from nanovllm_attention_triton.split_kernels import (
+    load_item,
+    load_num_splits,
+    split_range,
+    store_part,
+)
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -31,11 +36,6 @@ def prefill_kernel(
     table_ptr,
     seq_lens_ptr,
     query_start_ptr,
-    items_ptr,
-    num_items_ptr,
-    partial_ptr,
-    partial_lse_ptr,
-    item_capacity,
     num_seqs,
     log2_scale,
     q_stride_token,
@@ -47,6 +47,11 @@ def prefill_kernel(
     stride_block,
     stride_token,
     stride_head,
+    items_ptr,
+    counts_ptr,
+    partial_ptr,
+    partial_lse_ptr,
+    item_capacity,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -79,6 +84,7 @@ def prefill_kernel(
     the scaled scores. BLOCK_D: the head size rounded up to a power of two; the columns beyond are
     read as zeros.
     """
+    tl.static_assert(items_ptr is None or not WITH_LSE, "splits have no merged log-sum-exp")
     kv_head = tl.program_id(0)
     if items_ptr is None:
         seq, query_start, query_len, first_row = find_row_block(
@@ -91,7 +97,7 @@ def prefill_kernel(
         if DEPENDENT:
             gdc_launch_dependents()
         item = tl.program_id(1)
-        if item >= tl.load(num_items_ptr):
+        if item >= tl.load(counts_ptr):
             return
         seq, query_start, query_len, seq_len, first_row, split, num_splits = load_item(
             items_ptr, item, item_capacity
@@ -192,9 +198,8 @@ def prefill_kernel(
     mass = tl.where(denominator > 0.0, denominator, 1.0)
     acc = acc / mass[:, None]
     if items_ptr is not None:
-        # Read again, so that the loop need not keep them.
         item = tl.program_id(1)
-        num_splits = tl.load(items_ptr + 6 * item_capacity + item)
+        num_splits = load_num_splits(items_ptr, item, item_capacity)
         if num_splits > 1:
             store_part(
                 acc, peak + tl.log2(mass), partial_ptr, partial_lse_ptr, item, kv_head,

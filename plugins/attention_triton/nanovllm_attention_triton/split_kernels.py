@@ -15,7 +15,16 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from nanovllm_attention_triton.decode_kernels import within_head
-from nanovllm_attention_triton.split_plan import MOST_SPLITS
+from nanovllm_attention_triton.split_plan import (
+    FIRST_ROW,
+    MOST_SPLITS,
+    NUM_SPLITS,
+    QUERY_LEN,
+    QUERY_START,
+    SEQ,
+    SEQ_LEN,
+    SPLIT,
+)
 
 
 @triton.jit
@@ -23,14 +32,20 @@ def load_item(items_ptr, item, item_capacity):
     """(sequence, first query, queries, keys, first row, split, splits) of an item."""
     item_ptr = items_ptr + item
     return (
-        tl.load(item_ptr),
-        tl.load(item_ptr + item_capacity),
-        tl.load(item_ptr + 2 * item_capacity),
-        tl.load(item_ptr + 3 * item_capacity),
-        tl.load(item_ptr + 4 * item_capacity),
-        tl.load(item_ptr + 5 * item_capacity),
-        tl.load(item_ptr + 6 * item_capacity),
+        tl.load(item_ptr + SEQ * item_capacity),
+        tl.load(item_ptr + QUERY_START * item_capacity),
+        tl.load(item_ptr + QUERY_LEN * item_capacity),
+        tl.load(item_ptr + SEQ_LEN * item_capacity),
+        tl.load(item_ptr + FIRST_ROW * item_capacity),
+        tl.load(item_ptr + SPLIT * item_capacity),
+        tl.load(item_ptr + NUM_SPLITS * item_capacity),
     )
+
+
+@triton.jit
+def load_num_splits(items_ptr, item, item_capacity):
+    """The splits of an item's block, read again: a loop over tiles need not keep them."""
+    return tl.load(items_ptr + NUM_SPLITS * item_capacity + item)
 
 
 @triton.jit
@@ -66,7 +81,8 @@ def merge_splits_kernel(
     lse_ptr,
     out_ptr,
     items_ptr,
-    num_items_ptr,
+    first_items_ptr,
+    counts_ptr,
     out_stride_token,
     out_stride_head,
     item_capacity,
@@ -81,28 +97,30 @@ def merge_splits_kernel(
     """Average the splits of `program_rows` rows, weighted by the mass of each, ROWS rows at a time.
 
     Grid: (KV heads, pieces of a row block, row blocks). The plan is read before the wait: it was
-    written before the kernel of the parts began. Loads pass the L1, which may hold what was there
-    in the layer or the step before.
+    written before the kernel of the parts began. Loads bypass the L1, which may hold what was
+    there in the layer or the step before.
     """
     kv_head = tl.program_id(0)
     block = tl.program_id(2)
     num_splits = 0
     first_item = 0
-    if block < tl.load(num_items_ptr + 1, cache_modifier=".cg"):
-        first_item = tl.load(items_ptr + 7 * item_capacity + block, cache_modifier=".cg")
-        num_splits = tl.load(items_ptr + 6 * item_capacity + first_item, cache_modifier=".cg")
+    if block < tl.load(counts_ptr + 1, cache_modifier=".cg"):
+        first_item = tl.load(first_items_ptr + block, cache_modifier=".cg")
+        num_splits = tl.load(
+            items_ptr + NUM_SPLITS * item_capacity + first_item, cache_modifier=".cg"
+        )
     if DEPENDENT:
-        # Also where nothing is merged: who waits for this kernel waits for attention too.
+        # Where nothing is merged, too: the kernel behind this one waits for this one alone.
         gdc_wait()
     if num_splits < 2:
         return
     item_ptr = items_ptr + first_item
-    query_start = tl.load(item_ptr + item_capacity, cache_modifier=".cg")
-    num_rows = tl.load(item_ptr + 2 * item_capacity, cache_modifier=".cg") * GROUP
-    first_row = tl.load(item_ptr + 4 * item_capacity, cache_modifier=".cg")
+    query_start = tl.load(item_ptr + QUERY_START * item_capacity, cache_modifier=".cg")
+    num_rows = tl.load(item_ptr + QUERY_LEN * item_capacity, cache_modifier=".cg") * GROUP
+    first_row = tl.load(item_ptr + FIRST_ROW * item_capacity, cache_modifier=".cg")
     begin = tl.program_id(1) * program_rows
     end = tl.minimum(begin + program_rows, num_rows - first_row)
-    # Row 0 of the block's first split, and as far to the next split.
+    # Row 0 of the block's first split, and the distance to row 0 of the next split.
     first_slot = (first_item * tl.num_programs(0) + kv_head).to(tl.int64) * BLOCK_M
     split_slots = tl.num_programs(0) * BLOCK_M
     dims = tl.arange(0, BLOCK_D)

@@ -1,8 +1,8 @@
 """The plan of a step with few rows of prompts: which contexts are split, on the device.
 
-Where the row blocks of a step are fewer than the programs that a GPU runs side by side, several
-programs attend one block, each to a part of its keys ("split KV"). The plan lists the items, one
-per (row block, split), from the true lengths, so that a captured graph stays valid.
+Where the row blocks of a step leave a part of the GPU idle, several programs attend one block, each
+to a part of its keys ("split KV"). The plan lists the items, one for each split of a row block,
+from the true lengths, so that a captured graph stays valid.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
@@ -13,17 +13,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-ITEM_FIELDS = tl.constexpr(8)
-"""An item is (sequence, its first query, its number of queries and of keys, the block's first row,
-split, the block's number of splits). The eighth field is not the item's: entry b of it is the first
-item of row block b."""
+SEQ = tl.constexpr(0)
+QUERY_START = tl.constexpr(1)
+QUERY_LEN = tl.constexpr(2)
+SEQ_LEN = tl.constexpr(3)
+FIRST_ROW = tl.constexpr(4)
+SPLIT = tl.constexpr(5)
+NUM_SPLITS = tl.constexpr(6)
+ITEM_FIELDS = tl.constexpr(7)
+"""An item: its sequence, that one's first query and its numbers of queries and of keys, the first
+row of the block, the split, and the block's number of splits."""
 MOST_SPLITS = tl.constexpr(64)
 """Of a row block."""
 MOST_WAVES = tl.constexpr(4)
-"""Times that the programs of split blocks fill the GPU, at most. Beyond, uneven ends count for
+"""Programs of split blocks fill the GPU so many times at most. Beyond, uneven ends count for
 little."""
 PAIRED = tl.constexpr(0.8)
-"""The time of two programs that share a multiprocessor, of that of one after the other."""
+"""Of the time of one program after the other, that of two that share a multiprocessor."""
 PLAN_LANES = tl.constexpr(128)
 """Items of a sequence that are listed at a time."""
 
@@ -33,7 +39,8 @@ def plan_splits_kernel(
     seq_lens_ptr,
     query_start_ptr,
     items_ptr,
-    num_items_ptr,
+    first_items_ptr,
+    counts_ptr,
     num_seqs,
     num_multiprocessors,
     num_kv_heads,
@@ -50,9 +57,10 @@ def plan_splits_kernel(
 ):
     """List the items of one sequence. Grid: the sequences; each program plans for all of them.
 
-    WINDOW above 0: the keys that a query sees. A sequence's last rows, which see the most keys, are
-    its first block. Items beyond the capacity are counted and not listed: such a step is not
-    attended by items.
+    `counts`: the items, and the row blocks, of which `first_items` names the first items. WINDOW
+    above 0: the keys that a query sees. A sequence's last rows, which see the most keys, are its
+    first block. Items beyond the capacity are counted and not listed: a step that has so many is
+    not attended by items.
     """
     mine = tl.program_id(0)
     seqs = tl.arange(0, BLOCK_SEQS)
@@ -84,18 +92,20 @@ def plan_splits_kernel(
         item = items_ptr + first_item + index
         fits = (index < num_items) & (first_item + index < item_capacity)
         block = index // num_splits
-        tl.store(item, tl.zeros_like(index) + mine, mask=fits)
-        tl.store(item + item_capacity, tl.zeros_like(index) + query_start, mask=fits)
-        tl.store(item + 2 * item_capacity, tl.zeros_like(index) + query_len, mask=fits)
-        tl.store(item + 3 * item_capacity, tl.zeros_like(index) + seq_len, mask=fits)
-        tl.store(item + 4 * item_capacity, (num_blocks - 1 - block) * BLOCK_M, mask=fits)
-        tl.store(item + 5 * item_capacity, index % num_splits, mask=fits)
-        tl.store(item + 6 * item_capacity, tl.zeros_like(index) + num_splits, mask=fits)
-        block_ptr = items_ptr + 7 * item_capacity + first_block + block
-        tl.store(block_ptr, first_item + index, mask=fits & (index % num_splits == 0))
+        split = index % num_splits
+        same = tl.zeros_like(index)
+        tl.store(item + SEQ * item_capacity, same + mine, mask=fits)
+        tl.store(item + QUERY_START * item_capacity, same + query_start, mask=fits)
+        tl.store(item + QUERY_LEN * item_capacity, same + query_len, mask=fits)
+        tl.store(item + SEQ_LEN * item_capacity, same + seq_len, mask=fits)
+        tl.store(item + FIRST_ROW * item_capacity, (num_blocks - 1 - block) * BLOCK_M, mask=fits)
+        tl.store(item + SPLIT * item_capacity, split, mask=fits)
+        tl.store(item + NUM_SPLITS * item_capacity, same + num_splits, mask=fits)
+        is_first = fits & (split == 0)
+        tl.store(first_items_ptr + first_block + block, first_item + index, mask=is_first)
     if mine == 0:
-        tl.store(num_items_ptr, tl.sum(counts, 0))
-        tl.store(num_items_ptr + 1, tl.sum(blocks, 0))
+        tl.store(counts_ptr, tl.sum(counts, 0))
+        tl.store(counts_ptr + 1, tl.sum(blocks, 0))
 
 
 @triton.jit
@@ -106,19 +116,23 @@ def count_splits(
 ):  # fmt: skip
     """The splits of each sequence's row blocks, `blocks` of them with `tiles` tiles of keys each.
 
-    Programs take as long as their tiles and START_TILES more, and RESIDENT of them, one or two, run
-    side by side on a multiprocessor. A merge takes as long as SPLIT_TILES. Each split of a
-    row block takes MERGE_TILES more: with splits of the root of the block's tiles times that, tiles
-    and merge take the same time. There are 1, 2, 4 or 8 programs on each multiprocessor, whichever
-    ends first, or no block is split.
+    Every program takes as long as its tiles and START_TILES more, RESIDENT of them, one or two, run
+    side by side on a multiprocessor, and any merge takes as long as SPLIT_TILES. Splits are such
+    that one program, two, and so on up to MOST_WAVES times RESIDENT stand on each multiprocessor,
+    whichever ends first, or no block is split. Row blocks that are no more than one on each fill
+    the GPU once at most: more programs would gain nothing.
+
+    Merging a split takes as long as MERGE_TILES. Splits of sqrt(tiles * MERGE_TILES) tiles take as
+    long as the merge of all, so none is shorter.
     """
     total = tl.sum(blocks, 0)
+    min_tiles = tl.sqrt(tiles.to(tl.float32) * MERGE_TILES).to(tl.int32)
+    min_tiles = tl.maximum(tl.maximum(min_tiles, tl.cdiv(tiles, MOST_SPLITS)), 1)
     longest = tl.max(tl.where(blocks > 0, tiles, 1), 0)
-    least = tl.sqrt(tiles.to(tl.float32) * MERGE_TILES).to(tl.int32)
-    least = tl.maximum(tl.maximum(least, tl.cdiv(tiles, MOST_SPLITS)), 1)
-    size = longest
-    unsplit = tl.cdiv(total * num_kv_heads, num_multiprocessors)
-    time = programs_time(unsplit, longest + START_TILES, RESIDENT) - SPLIT_TILES
+    longest_min = tl.max(tl.where(blocks > 0, min_tiles, 1), 0)
+    split_tiles = longest
+    whole = tl.cdiv(total * num_kv_heads, num_multiprocessors)
+    time = programs_time(whole, longest + START_TILES, RESIDENT) - SPLIT_TILES
     programs = tl.full([], 1, tl.int32)
     most = RESIDENT
     if total * num_kv_heads > num_multiprocessors:
@@ -126,33 +140,34 @@ def count_splits(
     while programs <= most:
         limit = programs * num_multiprocessors // num_kv_heads
         if total <= limit:
-            shorter = shortest_splits(blocks, tiles, least, longest, limit)
+            shorter = shortest_splits(blocks, tiles, min_tiles, longest, limit)
+            shorter = tl.maximum(shorter, longest_min)
             shorter_time = programs_time(programs, shorter + START_TILES, RESIDENT)
             if shorter_time < time:
-                size = shorter
+                split_tiles = shorter
                 time = shorter_time
         programs = programs * 2
-    return tl.cdiv(tiles, tl.maximum(least, size))
+    return tl.cdiv(tiles, tl.maximum(min_tiles, split_tiles))
 
 
 @triton.jit
 def programs_time(programs, tiles, RESIDENT: tl.constexpr):
     """The time of so many programs on a multiprocessor, of so many tiles each."""
-    pairs = programs // 2 * 2 * (RESIDENT - 1)
-    return (programs - pairs + pairs * PAIRED) * tiles
+    paired = programs // 2 * 2 * (RESIDENT - 1)
+    return (programs - paired + paired * PAIRED) * tiles
 
 
 @triton.jit
-def shortest_splits(blocks, tiles, least, longest, limit):
-    """The fewest tiles of a split with which there are at most `limit` items; found by halving.
+def shortest_splits(blocks, tiles, min_tiles, longest, limit):
+    """The fewest tiles of splits, `min_tiles` or more, that make at most `limit` items.
 
-    Unsplit, there are no more.
+    Found by halving; whole blocks make no more.
     """
     low = tl.full([], 1, tl.int32)
     high = longest
     while low < high:
         middle = (low + high) // 2
-        if tl.sum(blocks * tl.cdiv(tiles, tl.maximum(least, middle)), 0) <= limit:
+        if tl.sum(blocks * tl.cdiv(tiles, tl.maximum(min_tiles, middle)), 0) <= limit:
             high = middle
         else:
             low = middle + 1

@@ -1,8 +1,9 @@
-"""The memory of steps whose prompts are attended by items, and the launch of their plan."""
+"""The memory of steps whose prompts are attended by items, and the launches of plan and merge."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +18,15 @@ from nanovllm_attention_triton.tuning import (
     PackedTuning,
     PrefillTuning,
 )
-from nanovllm_core.api import PrefillMetadata
+from nanovllm_core.api import InconsistentStateError, PrefillMetadata
 from nanovllm_core.kernels import launch_options, supports_dependent_launch
 
 MERGE_ROWS = 4
 """Rows that a program merges at a time."""
 MERGE_PROGRAMS = 8
 """On each multiprocessor at least, where the rows are enough."""
+WHOLE_TILES = 7
+"""Of keys: so many are never split, by the estimates of `count_splits`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +49,13 @@ class SplitShape:
     max_num_seqs: int
     window: int | None = None
 
-    def is_of(self, tuning: PrefillTuning | PackedTuning) -> bool:
+    def matches(self, tuning: PrefillTuning | PackedTuning) -> bool:
         """Whether a kernel with these constants has such programs."""
         return (self.block_m, self.block_n) == (tuning.block_m, tuning.block_n)
 
     @property
     def most_blocks(self) -> int:
-        """Row blocks up to which contexts may be split, but for one more of each sequence."""
+        """The row blocks of a step by items, one more for each sequence not counted."""
         return max(3 * self._items_of_waves(1) // 2, 1)
 
     @property
@@ -74,6 +77,13 @@ class SplitShape:
         pieces = max(programs // (row_blocks * self.num_kv_heads), 1)
         return max(self.block_m // next_power_of_2(pieces), MERGE_ROWS)
 
+    def may_split(self, max_seq_len: int) -> bool:
+        """Whether a context of a step whose sequences have at most so many keys may be split."""
+        longest = max_seq_len
+        if self.window is not None:
+            longest = min(longest, self.window + self.block_m)
+        return longest > WHOLE_TILES * self.block_n
+
 
 class SplitWork:
     """The device memory of the items of a step, and of their partial results.
@@ -84,47 +94,58 @@ class SplitWork:
 
     def __init__(self, shape: SplitShape, device: torch.device) -> None:
         self.shape = shape
-        self.launch_options = launch_options(supports_dependent_launch(device))
+        self.merge_options = launch_options(supports_dependent_launch(device))
         # A multiple of 16: Triton compiles another variant for integers that are not.
         capacity = shape.most_items(shape.most_blocks + shape.max_num_seqs)
         self.capacity = -(-capacity // 16) * 16
         parts = shape.most_parts * shape.num_kv_heads
-        self.items = torch.zeros(
-            (ITEM_FIELDS.value, self.capacity), dtype=torch.int32, device=device
-        )
-        self.num_items = torch.zeros(2, dtype=torch.int32, device=device)
-        self.partial = torch.zeros(
-            (parts, shape.block_m, shape.block_d), dtype=torch.float32, device=device
-        )
-        self.lse = torch.zeros((parts, shape.block_m), dtype=torch.float32, device=device)
+
+        def zeros(*sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(sizes, dtype=dtype, device=device)
+
+        self.items = zeros(ITEM_FIELDS.value, self.capacity)
+        self.first_items, self.counts = zeros(self.capacity), zeros(2)
+        self.partial = zeros(parts, shape.block_m, shape.block_d, dtype=torch.float32)
+        self.lse = zeros(parts, shape.block_m, dtype=torch.float32)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a captured kernel reads or writes, by name."""
         return {
             "split_items": self.items,
-            "split_num_items": self.num_items,
+            "split_first_items": self.first_items,
+            "split_counts": self.counts,
             "split_partial": self.partial,
             "split_lse": self.lse,
         }
 
-    def serves(self, num_queries: int) -> bool:
-        """Whether a step of so many queries in all, padding included, is attended by items."""
-        return num_queries * self.shape.group // self.shape.block_m <= self.shape.most_blocks
+    def serves(self, metadata: PrefillMetadata, num_queries: int) -> bool:
+        """Whether a step of so many queries in all, padding included, is attended by items.
+
+        The rows must be few, and a context long enough that it may be split.
+        """
+        num_queries = min(num_queries, len(metadata.seq_lens) * metadata.max_query_len)
+        row_blocks = num_queries * self.shape.group // self.shape.block_m
+        return row_blocks <= self.shape.most_blocks and self.shape.may_split(metadata.max_seq_len)
 
     def plan(self, metadata: PrefillMetadata) -> None:
-        """List the items of the step's next runs, where `serves` can say that it has some.
+        """List the items of the step's next runs.
 
-        The longest chunk is no more than all.
+        Raises InconsistentStateError for more sequences than the shape has.
         """
-        num_seqs = len(metadata.seq_lens)
-        if num_seqs == 0 or not self.serves(metadata.max_query_len):
+        shape, num_seqs = self.shape, len(metadata.seq_lens)
+        if num_seqs > shape.max_num_seqs:
+            raise InconsistentStateError(
+                f"a step of {num_seqs} prompts; the workspace holds max_num_seqs="
+                f"{shape.max_num_seqs}"
+            )
+        if num_seqs == 0 or not shape.may_split(metadata.max_seq_len):
             return
-        shape = self.shape
         plan_splits_kernel[(num_seqs,)](
             metadata.seq_lens,
             metadata.query_start_loc,
             self.items,
-            self.num_items,
+            self.first_items,
+            self.counts,
             num_seqs,
             shape.num_multiprocessors,
             shape.num_kv_heads,
@@ -149,7 +170,8 @@ class SplitWork:
             self.lse,
             out_THD,
             self.items,
-            self.num_items,
+            self.first_items,
+            self.counts,
             out_THD.stride(0),
             out_THD.stride(1),
             self.capacity,
@@ -159,13 +181,18 @@ class SplitWork:
             HEAD_SIZE=out_THD.shape[-1],
             BLOCK_D=shape.block_d,
             ROWS=MERGE_ROWS,
-            **self.launch_options,
+            **self.merge_options,
         )
 
-    def arguments(self) -> tuple[Tensor | int, ...]:
-        """Those of a kernel that attends items, from `items_ptr` to `item_capacity`."""
-        return self.items, self.num_items, self.partial, self.lse, self.capacity
 
-
-NO_SPLITS: tuple[int | None, ...] = (None, None, None, None, 0)
-"""The same of a kernel that attends row blocks."""
+def item_arguments(splits: SplitWork | None) -> dict[str, Any]:
+    """The arguments of a prefill kernel that say what it attends: items, or row blocks."""
+    pointers = ("items_ptr", "counts_ptr", "partial_ptr", "partial_lse_ptr")
+    if splits is None:
+        return {**dict.fromkeys(pointers), "item_capacity": 0, "DEPENDENT": False}
+    tensors = (splits.items, splits.counts, splits.partial, splits.lse)
+    return {
+        **dict(zip(pointers, tensors, strict=True)),
+        "item_capacity": splits.capacity,
+        "DEPENDENT": splits.merge_options["DEPENDENT"],
+    }

@@ -234,9 +234,12 @@ HOPPER_LATENT_PREFILL = (
 """Of half precision on Hopper, for rows with so many columns at most behind their value. Tiles of
 64 keys take 10 to 25 % less time on an H200 than of 32, and those of the table above up to twice as
 long. On Blackwell their results would not fit."""
-START_TILES, SPLIT_TILES, MERGE_TILES = 6, 6, 0.5
-"""Tiles of keys that a program attends in the time in which it starts and ends, in which parts are
-stored and a second kernel begins to merge them, and in which it merges one of them."""
+START_TILES = 6
+"""Tiles of keys that a program attends in the time in which it starts and ends."""
+SPLIT_TILES = 6
+"""The same of the time in which parts are stored and a second kernel begins to merge them."""
+MERGE_TILES = 0.5
+"""The same of the time in which that kernel merges one part."""
 HOPPER_PREFILL = {128: HopperPrefillTuning(block_n=128, num_stages=2, in_order=True)}
 """By head size, of half precision. For heads of 64 the kernel was no faster than the plain one."""
 HOPPER_BLOCKS = 4

@@ -53,7 +53,7 @@ PREFILL_REGISTERS, PREFILL_SHARED = 255, 228 * 1024 // 2 - 1024
 WIDE_PREFILL_REGISTERS, WIDE_PREFILL_SHARED = 255, 228 * 1024 - 1024
 
 
-SPLIT_POINTERS = "items_ptr", "num_items_ptr", "partial_ptr", "partial_lse_ptr"
+SPLIT_POINTERS = "items_ptr", "counts_ptr", "partial_ptr", "partial_lse_ptr"
 
 
 def pointers(dtype: str, *names: str) -> dict[str, str]:
@@ -61,7 +61,7 @@ def pointers(dtype: str, *names: str) -> dict[str, str]:
 
 
 SPLIT_SIGNATURE = (
-    pointers("i32", "items_ptr", "num_items_ptr")
+    pointers("i32", "items_ptr", "counts_ptr")
     | pointers("fp32", "partial_ptr", "partial_lse_ptr")
     | {"item_capacity": "i32:16"}
 )
@@ -217,7 +217,7 @@ def merge_job(head_size: int) -> AotJob:
         kernel=f"{KERNELS}.split_kernels:merge_splits_kernel",
         signature=pointers("fp32", "partial_ptr", "lse_ptr")
         | pointers("bf16", "out_ptr")
-        | pointers("i32", "items_ptr", "num_items_ptr")
+        | pointers("i32", "items_ptr", "first_items_ptr", "counts_ptr")
         | integers("out_stride_token", "out_stride_head", "item_capacity")
         | {"program_rows": "i32"},
         constexprs={
@@ -234,7 +234,8 @@ def merge_job(head_size: int) -> AotJob:
 def split_plan_job(resident: int, window: int) -> AotJob:
     return AotJob(
         kernel=f"{KERNELS}.split_plan:plan_splits_kernel",
-        signature=pointers("i32", "seq_lens_ptr", "query_start_ptr", "items_ptr", "num_items_ptr")
+        signature=pointers("i32", "seq_lens_ptr", "query_start_ptr", "items_ptr")
+        | pointers("i32", "first_items_ptr", "counts_ptr")
         | dict.fromkeys(("num_seqs", "num_multiprocessors", "num_kv_heads"), "i32")
         | integers("item_capacity"),
         constexprs={
@@ -504,6 +505,8 @@ def test_merging_reads_the_plan_past_the_l1_before_it_waits(reports):
     for report in of_kind(reports, "split merge"):
         before, _, _ = report.ptx.partition("griddepcontrol.wait")
         assert len(re.findall(r"ld\.global", before)) == 3
+        # Whether the row block is there; whether it is split is asked behind the wait.
+        assert len(re.findall(r"@%p\d+ bra", before)) == 1
         assert all(".cg" in load for load in re.findall(r"ld\.global\S*", report.ptx))
 
 

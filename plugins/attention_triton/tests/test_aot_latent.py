@@ -157,7 +157,7 @@ def rows_job(
     by_items: bool = True,
 ) -> AotJob:
     """Prompts over rows; by the items of a plan, as a short step is, or by row blocks."""
-    names = "items_ptr", "num_items_ptr", "partial_ptr", "partial_lse_ptr"
+    names = "items_ptr", "counts_ptr", "partial_ptr", "partial_lse_ptr"
     items = pointers("i32", *names[:2]) | pointers("fp32", *names[2:])
     tuning = latent_prefill_tuning(2, sizes[1], hopper=capability == 90)
     return AotJob(
