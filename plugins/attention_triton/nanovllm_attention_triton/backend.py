@@ -86,7 +86,7 @@ class TritonAttention(AttentionBackend):
         self._workspaces = [
             self._make_workspace(rows, tuning) for rows, tuning in self.decode_tunings
         ]
-        if not options.chunk_size:  # which keeps rows the same in every batch, so whole
+        if not options.chunk_size:  # with it, rows have the same bits in every batch
             self._splits = self._make_splits(self._prompt_tuning())
 
     def _decode_tunings(self) -> list[tuple[int, DecodeTuning]]:
