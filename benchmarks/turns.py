@@ -37,11 +37,14 @@ def tokens(start: int, length: int, vocab_size: int) -> list[int]:
 def measure(llm: LLM, context: list[int], length: int, salts: count[int]) -> float:
     """The median, in milliseconds."""
     times = []
-    for _ in range(WARM_UP + RUNS):
+    for number in range(WARM_UP + RUNS):
         prompt = [*context, *tokens(next(salts), length, llm.info.vocab_size)]
         began = time.perf_counter()
-        llm.generate([prompt], PARAMS, use_tqdm=False)
+        [answer] = llm.generate([prompt], PARAMS, use_tqdm=False)
         times.append(time.perf_counter() - began)
+        computed = len(context) - answer.num_cached_tokens
+        if number >= WARM_UP and computed >= llm.info.block_size:
+            raise SystemExit(f"{computed} tokens of {len(context)} were not cached: enlarge cache")
     return 1e3 * median(times[WARM_UP:])
 
 
