@@ -48,7 +48,7 @@ def test_split_contexts_equal_the_reference_at_true_sizes(paged_batch, shape, dt
         assert all(torch.equal(out, batch.prefill(backend)) for _ in range(20))
 
 
-@pytest.mark.parametrize("heads", [(4, 1), (16, 2)])
+@pytest.mark.parametrize("heads", [(4, 1), (8, 2)])
 def test_as_many_splits_as_are_merged_at_once_equal_the_reference(paged_batch, heads):
     """46 to 64 of a row block. In half precision: over so many keys torch's own error in float32,
     to which a batch is held, depends on the order of its sums.
