@@ -32,6 +32,9 @@ from nanovllm_core.layers.matrix import Piece, WeightMatrix, make_split_paramete
 from nanovllm_core.layers.module import Layer
 from nanovllm_core.layers.norm import RMSNorm
 
+_WORD = torch.int64
+"""Keys are put together in words of it where they can be: a third of the time in half precision."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentConfig:
@@ -92,6 +95,9 @@ class LatentAttention(AttentionLayer):
         self._shape = config.shape.on_rank(context.tp.size)
         hidden_size, rank = config.hidden_size, config.kv_lora_rank
         self._key_size = config.heads.key_size
+        sizes = rank, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        whole = not any(size * context.dtype.itemsize % _WORD.itemsize for size in sizes)
+        self._word = _WORD if whole else context.dtype
         num_heads = config.num_attention_heads
         self.qkv_a_proj = _DownProjection(context, config)
         if config.q_lora_rank is not None:
@@ -154,8 +160,9 @@ class LatentAttention(AttentionLayer):
         kv_KX = self.context.kernels.linear(latent_KL, self.kv_b_proj.weight)
         kv_KHX = kv_KX.unflatten(-1, (num_heads, -1))
         nope_KHN, v_KHV = kv_KHX.tensor_split((config.qk_nope_head_dim,), dim=-1)
-        rotated_KHX = rotated_KX.unsqueeze(1).expand(-1, num_heads, -1)
-        return torch.cat((nope_KHN, rotated_KHX), dim=-1), v_KHV
+        rotated_KHX = rotated_KX.view(self._word).unsqueeze(1).expand(-1, num_heads, -1)
+        k_KHD = torch.cat((nope_KHN.view(self._word), rotated_KHX), dim=-1)
+        return k_KHD.view(rows_KR.dtype), v_KHV
 
 
 class _DownProjection(ColumnParallelLinear):

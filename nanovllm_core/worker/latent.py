@@ -87,10 +87,10 @@ class LatentPrompts:
         part_lse_HT = torch.empty_like(lse_HT)
         for part in self._context:
             out_THV = self._attend(part, layer, q_THD, rows_SR, part_lse_HT)
-            total_HT = torch.logaddexp(lse_HT, part_lse_HT)
-            sum_THV *= _weight(lse_HT, total_HT)
-            sum_THV += out_THV * _weight(part_lse_HT, total_HT)
-            lse_HT = total_HT
+            # exp(part) / (exp(part) + exp(before)), which is the part's share.
+            share_HT = torch.sigmoid(part_lse_HT - lse_HT)
+            sum_THV.lerp_(out_THV.float(), share_HT.T.unsqueeze(-1))
+            torch.logaddexp(lse_HT, part_lse_HT, out=lse_HT)
         return sum_THV.to(q_THD.dtype)
 
     def _attend(
@@ -105,8 +105,3 @@ class LatentPrompts:
         out_THV = q_THD.new_empty((*q_THD.shape[:2], v_KHV.shape[-1]))
         self._backend.run_packed(q_THD, k_KHD, v_KHV, part.packed, out_THV, lse_HT)
         return out_THV
-
-
-def _weight(lse_HT: Tensor, total_HT: Tensor) -> Tensor:
-    """The share [T, H, 1] that a part has in the sum of all."""
-    return (lse_HT - total_HT).exp_().T.unsqueeze(-1)

@@ -206,8 +206,11 @@ BUGS = {
         "range(0, num_context, self.part_size)",
         "range(0, num_context // self.part_size * self.part_size, self.part_size)",
     ),
-    "parts weigh alike": ("_weight(part_lse_HT, total_HT)", "0.5"),
-    "the log-sum-exp is that of the last part": ("lse_HT = total_HT", "lse_HT = part_lse_HT"),
+    "parts weigh alike": ("part_lse_HT - lse_HT", "0 * lse_HT"),
+    "the log-sum-exp is that of the last part": (
+        "torch.logaddexp(lse_HT, part_lse_HT, out=lse_HT)",
+        "lse_HT.copy_(part_lse_HT)",
+    ),
     "context is seen causally": ("causal=False", "causal=True"),
     "positions begin anew in each part": (
         "position_K = index_K - start_loc[sequence_K]",

@@ -47,13 +47,16 @@ def test_logits_are_those_of_the_plain_computation(seed: int, tmp_path: Path) ->
         assert_close_report(run_model(model, ids_T, chunks).double(), expected, rel_norm=1e-5)
 
 
-def test_an_absorbed_query_scores_a_row_as_the_query_scores_its_key(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nope", [12, 13], ids=["whole words", "an odd number"])
+def test_an_absorbed_query_scores_a_row_as_the_query_scores_its_key(
+    nope: int, tmp_path: Path
+) -> None:
     """And attention to rows, expanded, is attention to values."""
-    folder, config = write_latent(tmp_path)
+    folder, config = write_latent(tmp_path, qk_nope_head_dim=nope)
     model = load_model(LatentForCausalLM, folder, config)
     [layer, _] = [one for one in model.modules() if isinstance(one, LatentAttention)]
     generator = torch.Generator().manual_seed(0)
-    q_THD, rows_KR = (torch.randn(s, generator=generator) for s in ((3, 4, 20), (5, 32)))
+    q_THD, rows_KR = (torch.randn(s, generator=generator) for s in ((3, 4, nope + 8), (5, 32)))
     k_KHD, v_KHV = layer.expand_rows(rows_KR)
     scores_THK = torch.einsum("thd,khd->thk", q_THD, k_KHD)
     absorbed_THR = layer.absorb(q_THD)

@@ -2,9 +2,9 @@
 
     python benchmarks/latent_prompts.py [--shipped] [--out FILE]
 
-bf16, 16 heads. Whole prompts are causal; a context is seen whole, and gives its log-sum-exp. Every
-configuration is checked against float64 before it is timed, as CALLS calls in a captured CUDA
-graph.
+bf16, 16 heads. Whole prompts are causal; a context is seen whole, and gives its log-sum-exp. The
+kernel for Hopper, where it can serve, stands first. The last queries of every configuration are
+checked against float64 before it is timed, as CALLS calls in a captured CUDA graph.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ import torch
 from attention_decode import best_time
 from torch import Tensor
 
+from nanovllm_attention_triton.hopper_packed import (
+    HopperCall,
+    hopper_packed_serves,
+    run_hopper_packed,
+)
 from nanovllm_attention_triton.packed import packed_prefill
 from nanovllm_attention_triton.tuning import PACKED, PackedTuning
 
@@ -29,9 +34,11 @@ HEADS, KEY_SIZE, VALUE_SIZE = 16, 192, 128
 DTYPE = torch.bfloat16
 SCALE = KEY_SIZE**-0.5
 CALLS = 8
-PROMPTS = ((64, 512), (8, 2048), (1, 8192))
-CONTEXT = (4, 512, 4096)
+PROMPTS = ((64, 512), (8, 2048), (1, 8192), (1, 16384))
+CONTEXTS = ((4, 512, 4096), (1, 16384, 16384))
 """Sequences, queries and keys of each."""
+CHECKED = 512
+"""Queries at most."""
 SHIPPED = PACKED[DTYPE.itemsize]
 SWEEP = (
     SHIPPED,
@@ -59,6 +66,7 @@ class Prompts:
     key_start_loc: Tensor
     out_THV: Tensor  # noqa: N815 - shape suffix
     lse_HT: Tensor | None  # noqa: N815 - shape suffix
+    hopper: HopperCall
 
     @property
     def flops(self) -> int:
@@ -66,7 +74,23 @@ class Prompts:
         pairs = len(self.q_THD) * self.key_len // (2 if self.causal else 1)
         return 2 * pairs * HEADS * (KEY_SIZE + VALUE_SIZE)
 
-    def run(self, tuning: PackedTuning) -> None:
+    def run(self, tuning: PackedTuning | None) -> None:
+        """By the plain kernel, or by the one for Hopper if there is no tuning."""
+        if tuning is None:
+            run_hopper_packed(
+                self.q_THD,
+                self.k_LHD,
+                self.v_LHV,
+                self.query_start_loc,
+                self.key_start_loc,
+                len(self.q_THD),
+                SCALE,
+                self.causal,
+                self.out_THV,
+                self.lse_HT,
+                self.hopper,
+            )
+            return
         packed_prefill(
             self.q_THD,
             self.k_LHD,
@@ -82,21 +106,22 @@ class Prompts:
         )
 
     def relative_error(self) -> float:
-        """Of the last sequence, against float64."""
+        """Of the last sequence's last queries, against float64."""
+        queries = min(self.query_len, CHECKED)
         q, k, v = (
             x[-count:].double().transpose(0, 1)
             for x, count in (
-                (self.q_THD, self.query_len),
+                (self.q_THD, queries),
                 (self.k_LHD, self.key_len),
                 (self.v_LHV, self.key_len),
             )
         )
         scores = q @ k.transpose(1, 2) * SCALE
         if self.causal:
-            unseen = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
+            unseen = torch.ones_like(scores[0], dtype=torch.bool).triu(1 + self.key_len - queries)
             scores.masked_fill_(unseen, float("-inf"))
         expected = (scores.softmax(-1) @ v).transpose(0, 1)
-        difference = self.out_THV[-self.query_len :].double() - expected
+        difference = self.out_THV[-queries:].double() - expected
         return (difference.norm() / expected.norm()).item()
 
 
@@ -113,6 +138,7 @@ def make_prompts(num_seqs: int, query_len: int, key_len: int | None = None) -> P
     q = random(query_len, KEY_SIZE)
     out = q.new_full((len(q), HEADS, VALUE_SIZE), float("nan"))
     lse = None if key_len is None else torch.empty(HEADS, len(q), device="cuda")
+    key_lens = torch.full((num_seqs,), keys, dtype=torch.int32, device="cuda")
     return Prompts(
         name=f"{num_seqs}x{query_len}" + (f" of {key_len}" if key_len else ""),
         query_len=query_len,
@@ -125,6 +151,7 @@ def make_prompts(num_seqs: int, query_len: int, key_len: int | None = None) -> P
         key_start_loc=starts(keys),
         out_THV=out,
         lse_HT=lse,
+        hopper=HopperCall(key_lens, keys, torch.zeros(1, dtype=torch.int32, device="cuda")),
     )
 
 
@@ -142,7 +169,9 @@ def teraflops(prompts: Prompts, call: Callable[[], object]) -> float:
     return CALLS * prompts.flops / best_time(graph.replay, repeats=5) / 1e12
 
 
-def describe(tuning: PackedTuning) -> str:
+def describe(tuning: PackedTuning | None) -> str:
+    if tuning is None:
+        return "hopper"
     return f"{tuning.block_m}x{tuning.block_n}/{tuning.num_warps}/{tuning.num_stages}"
 
 
@@ -156,10 +185,13 @@ def main() -> None:
     start = time.monotonic()
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    batches = [*(make_prompts(*shape) for shape in PROMPTS), make_prompts(*CONTEXT)]
+    batches = [make_prompts(*shape) for shape in (*PROMPTS, *CONTEXTS)]
     print(f"{'TFLOP/s':16s}" + " ".join(f"{batch.name:>14s}" for batch in batches))
     rows: list[dict[str, Any]] = []
-    for tuning in SWEEP[:1] if arguments.shipped else SWEEP:
+    tunings: list[PackedTuning | None] = list(SWEEP[:1] if arguments.shipped else SWEEP)
+    if hopper_packed_serves(torch.device("cuda"), DTYPE, KEY_SIZE, VALUE_SIZE):
+        tunings.insert(0, None)
+    for tuning in tunings:
         try:
             rates = [teraflops(batch, partial(batch.run, tuning)) for batch in batches]
         except Exception as error:  # one that does not compile is a row of the table
@@ -167,7 +199,7 @@ def main() -> None:
             continue
         print(f"{describe(tuning):16s}" + " ".join(f"{rate:14.0f}" for rate in rates), flush=True)
         named = {batch.name: rate for batch, rate in zip(batches, rates, strict=True)}
-        rows.append({"tuning": asdict(tuning), "tflop_per_s": named})
+        rows.append({"tuning": asdict(tuning) if tuning else "hopper", "tflop_per_s": named})
     print(f"{time.monotonic() - start:.0f} s")
     if arguments.out:
         result = {

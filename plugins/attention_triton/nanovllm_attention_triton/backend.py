@@ -20,6 +20,7 @@ from nanovllm_attention_triton.decode import (
 )
 from nanovllm_attention_triton.hopper_latent import make_latent_workspace
 from nanovllm_attention_triton.hopper_limits import hopper_latent_limits
+from nanovllm_attention_triton.hopper_packed import HopperCall, hopper_packed_serves
 from nanovllm_attention_triton.hopper_prefill import hopper_kernel_serves, on_hopper
 from nanovllm_attention_triton.latent_prefill import latent_prefill
 from nanovllm_attention_triton.options import TritonOptions
@@ -326,6 +327,11 @@ class TritonAttention(AttentionBackend):
             splits=splits,
         )
 
+    def plan_packed(self, metadata: PackedMetadata) -> None:
+        if self._prefill_tickets is not None:
+            key_lens_S = metadata.key_start_loc.diff()
+            metadata.plan = HopperCall(key_lens_S, metadata.max_key_len, self._prefill_tickets)
+
     def run_packed(
         self,
         q_THD: Tensor,
@@ -348,11 +354,15 @@ class TritonAttention(AttentionBackend):
             out_THV,
             packed_tuning(q_THD.element_size(), q_THD.shape[-1], v_LHV.shape[-1], large),
             lse_HT,
+            metadata.plan,
         )
 
     def _has_warp_roles(self) -> bool:
-        """Whether prompts run on the kernel for Hopper."""
+        """Whether prompts run on a kernel for Hopper."""
         config = self.config
+        if config.latent:
+            sizes = config.latent.key_size, config.latent.value_size
+            return hopper_packed_serves(config.device, config.dtype, *sizes)
         tuning = prefill_tuning(config.dtype.itemsize, config.head_size, False, self._options)
         plain = self._window is None and config.soft_cap is None
         return (

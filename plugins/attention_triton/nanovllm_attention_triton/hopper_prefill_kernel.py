@@ -28,8 +28,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nanovllm_attention_triton.hopper_work import (
     CONSUMERS,
     ROWS,
-    WORDS,
     draw_ticket,
+    make_barriers,
+    make_queue,
     next_work,
     publish,
     receive,
@@ -79,36 +80,16 @@ def hopper_prefill_kernel(
     tiles: gl.constexpr = [STAGES, 1, BLOCK_N, 1, HEAD_SIZE]
     k_tiles = gl.allocate_shared_memory(dtype, tiles, k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, tiles, v_desc.layout)
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    order = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], barrier)
-    words = gl.allocate_shared_memory(
-        gl.int32, [2 * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
-    work_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    work_free = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(slot), count=1)
-        mbarrier.init(v_full.index(slot), count=1)
-        mbarrier.init(k_free.index(slot), count=CONSUMERS)
-        mbarrier.init(v_free.index(slot), count=CONSUMERS)
-    for consumer in gl.static_range(CONSUMERS):
-        mbarrier.init(order.index(consumer), count=1)
-    for slot in gl.static_range(2):
-        mbarrier.init(work_full.index(slot), count=1)
-        mbarrier.init(work_free.index(slot), count=CONSUMERS)
+    k_full, v_full, k_free, v_free, order = make_barriers(STAGES)
+    queue = make_queue()
     fence_async_shared()
-    seqs = (seq_lens_ptr, query_start_ptr, num_seqs, num_row_blocks, num_kv_heads)
+    seqs = (seq_lens_ptr, query_start_ptr, num_seqs, num_row_blocks, num_kv_heads, True)
     inputs = (
         q_ptr, out_ptr, log2_scale,
         q_stride_token, q_stride_head, out_stride_token, out_stride_head,
     )  # fmt: skip
     caches = (k_desc, v_desc, table_ptr, table_stride, seqs, ticket_ptr)
     shared = (q_rows, k_tiles, v_tiles, k_full, v_full, k_free, v_free, order)
-    queue = (words, work_full, work_free)
     gl.warp_specialize(
         [
             (attend_rows, (inputs, shared, queue, 0, IN_ORDER, GROUP, HEAD_SIZE, BLOCK_N)),

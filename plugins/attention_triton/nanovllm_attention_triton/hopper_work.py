@@ -19,14 +19,50 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 ROWS = gl.constexpr(64)
 """Rows of a consumer: those of one instruction of the tensor cores."""
 CONSUMERS = gl.constexpr(2)
+HEADS_AT_ONCE = gl.constexpr(16)
+"""KV heads whose row blocks are drawn by turns, so that several row blocks of a head run at once:
+they read its keys from the L2."""
 WORDS = gl.constexpr(8)
 """Room for what describes an item."""
 
 
 @gluon.jit
+def make_barriers(STAGES: gl.constexpr):
+    """Of the places of keys and of values: full, and free again; and the consumers' turns."""
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    order = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], barrier)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(slot), count=1)
+        mbarrier.init(v_full.index(slot), count=1)
+        mbarrier.init(k_free.index(slot), count=CONSUMERS)
+        mbarrier.init(v_free.index(slot), count=CONSUMERS)
+    for consumer in gl.static_range(CONSUMERS):
+        mbarrier.init(order.index(consumer), count=1)
+    return k_full, v_full, k_free, v_free, order
+
+
+@gluon.jit
+def make_queue():
+    """The memory of two items of work, of this turn and the next, and its barriers."""
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    words = gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], layout)
+    work_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    work_free = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    for slot in gl.static_range(2):
+        mbarrier.init(work_full.index(slot), count=1)
+        mbarrier.init(work_free.index(slot), count=CONSUMERS)
+    return words, work_full, work_free
+
+
+@gluon.jit
 def next_work(item, seqs, ticket_ptr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr):
     """What the item is or, where it has no tiles, the next that is drawn; no tiles at the end."""
-    seq_lens_ptr, query_start_ptr, num_seqs, num_row_blocks, num_kv_heads = seqs
+    seq_lens_ptr, query_start_ptr, num_seqs, num_row_blocks, num_kv_heads, causal = seqs
     work = find_work(item, seqs, GROUP, BLOCK_N)
     while (work[5] == 0) & (item < num_row_blocks * num_kv_heads):
         item = draw_ticket(seqs, ticket_ptr)
@@ -41,7 +77,7 @@ def draw_ticket(seqs, ticket_ptr):
     There are as many tickets as items: each program's last draw is one too many, and its first item
     costs none. Who draws the last ticket puts the counter back to 0.
     """
-    seq_lens_ptr, query_start_ptr, num_seqs, num_row_blocks, num_kv_heads = seqs
+    seq_lens_ptr, query_start_ptr, num_seqs, num_row_blocks, num_kv_heads, causal = seqs
     ticket = gl.atomic_add(ticket_ptr, 1)
     if ticket == num_row_blocks * num_kv_heads - 1:
         gl.store(ticket_ptr, 0)
@@ -52,20 +88,26 @@ def draw_ticket(seqs, ticket_ptr):
 def find_work(item, seqs, GROUP: gl.constexpr, BLOCK_N: gl.constexpr):
     """What an item is: KV head, sequence, first row, ..., and its number of tiles.
 
-    The number of tiles is 0 where there is nothing to do. The KV heads of the last row blocks come
-    first: these see the most keys of their sequence.
+    The number of tiles is 0 where there is nothing to do. Of HEADS_AT_ONCE heads after the other,
+    the last row blocks come first: they see the most keys of their sequence. `causal`: a row sees
+    the keys up to its own; else all.
     """
-    seq_lens_ptr, query_start_ptr, num_seqs, num_row_blocks, num_kv_heads = seqs
+    seq_lens_ptr, query_start_ptr, num_seqs, num_row_blocks, num_kv_heads, causal = seqs
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
-    kv_head = item % num_kv_heads
-    row_block = gl.maximum(num_row_blocks - 1 - item // num_kv_heads, 0)
+    first_head = item // (HEADS_AT_ONCE * num_row_blocks) * HEADS_AT_ONCE
+    num_heads = gl.maximum(gl.minimum(num_kv_heads - first_head, HEADS_AT_ONCE), 1)
+    place = item - first_head * num_row_blocks
+    kv_head = first_head + place % num_heads
+    row_block = gl.maximum(num_row_blocks - 1 - place // num_heads, 0)
     seq, first_row = find_row_block(row_block, query_start_ptr, num_seqs, GROUP, BLOCK_M)
     query_start = gl.load(query_start_ptr + seq)
     query_len = gl.load(query_start_ptr + seq + 1) - query_start
     seq_len = gl.load(seq_lens_ptr + seq)
-    last_row = gl.minimum(first_row + BLOCK_M, query_len * GROUP) - 1
-    end = gl.maximum(seq_len - query_len + last_row // GROUP + 1, 1)
-    num_tiles = gl.cdiv(end, BLOCK_N)
+    end = seq_len
+    if causal:
+        last_row = gl.minimum(first_row + BLOCK_M, query_len * GROUP) - 1
+        end = seq_len - query_len + last_row // GROUP + 1
+    num_tiles = gl.cdiv(gl.maximum(end, 1), BLOCK_N)
     if (first_row >= query_len * GROUP) | (item >= num_row_blocks * num_kv_heads):
         num_tiles = 0
     return kv_head, first_row, query_start, query_len, seq_len, num_tiles, seq

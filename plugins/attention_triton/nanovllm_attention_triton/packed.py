@@ -5,10 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from nanovllm_attention_triton.decode import LOG2_E
+from nanovllm_attention_triton.hopper_packed import HopperCall, run_hopper_packed
+from nanovllm_attention_triton.hopper_prefill import aligned_rows
 from nanovllm_attention_triton.packed_kernels import packed_kernel
 from nanovllm_attention_triton.prefill import check_scale, count_row_blocks
-from nanovllm_attention_triton.sizes import padded_head_size
-from nanovllm_attention_triton.tuning import PackedTuning
+from nanovllm_attention_triton.sizes import front_columns, padded_head_size
+from nanovllm_attention_triton.tuning import HOPPER_SCORES, PackedTuning
 
 MIN_BLOCK_V = 32
 """With 16 columns the kernel, as Triton 3.6.0 compiles it for Hopper in half precision, gave wrong
@@ -27,14 +29,16 @@ def packed_prefill(
     out_THV: Tensor,
     tuning: PackedTuning,
     lse_HT: Tensor | None = None,
+    hopper: HopperCall | None = None,
 ) -> None:
     """Attend packed queries to the keys and values of their sequences, into `out_THV`.
 
     The innermost dimension of every tensor is contiguous; `query_start_loc` and `key_start_loc`
     [S + 1] are int32. `causal`: the last query of a sequence sees its last key, the one before it
     one key less; else each sees all. `lse_HT`, fp32, if given, gets each query's natural
-    log-sum-exp. A query that sees no key gets 0 and -inf. Raises UnsupportedError for a `scale`
-    that is not positive, and for more queries than a grid holds.
+    log-sum-exp. A query that sees no key gets 0 and -inf. `hopper`: what the kernel for Hopper
+    needs, where it can serve; it does in calls of many scores, if rows are aligned. Raises
+    UnsupportedError for a `scale` that is not positive, and for more queries than a grid holds.
     """
     check_scale(scale)
     num_seqs = query_start_loc.shape[0] - 1
@@ -42,6 +46,16 @@ def packed_prefill(
     if num_seqs == 0 or max_query_len == 0 or num_tokens == 0:
         return
     num_queries = min(num_tokens, num_seqs * max_query_len)
+    if (
+        hopper is not None
+        and num_heads * num_queries * hopper.max_key_len >= HOPPER_SCORES
+        and aligned_rows(q_THD, k_LHD, v_LHV, out_THV)
+    ):
+        run_hopper_packed(
+            q_THD, k_LHD, v_LHV, query_start_loc, key_start_loc, num_queries, scale, causal,
+            out_THV, lse_HT, hopper,
+        )  # fmt: skip
+        return
     row_blocks = count_row_blocks(num_queries, num_seqs, 1, tuning.block_m)
     packed_kernel[(num_heads, row_blocks)](
         q_THD,
@@ -84,8 +98,3 @@ def packed_constants(
         "BLOCK_M": tuning.block_m,
         "BLOCK_N": tuning.block_n,
     }
-
-
-def front_columns(key_size: int) -> int:
-    """The greatest power of two that is at most `key_size`: the columns multiplied first."""
-    return 1 << (key_size.bit_length() - 1)

@@ -14,3 +14,8 @@ def next_power_of_2(value: int) -> int:
 def padded_head_size(head_size: int) -> int:
     """The columns of a tile whose first `head_size` are real."""
     return max(next_power_of_2(head_size), MIN_BLOCK_D)
+
+
+def front_columns(key_size: int) -> int:
+    """The greatest power of two that is at most `key_size`: the columns multiplied first."""
+    return 1 << (key_size.bit_length() - 1)

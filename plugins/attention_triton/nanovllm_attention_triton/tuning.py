@@ -247,6 +247,11 @@ HOPPER_QUERIES = 1024
 """A step runs the kernel for Hopper from this many blocks of rows per multiprocessor, and queries
 per sequence in the mean, on. Below, the plain kernel's smaller programs share the GPU better: on an
 H200 it was up to a third faster there, and 8 to 19 % slower on prompts of 4,096 tokens and more."""
+HOPPER_PACKED = {(192, 128): PackedTuning(block_m=128, block_n=128, num_warps=4, num_stages=2)}
+"""Of the kernel for Hopper over packed keys and values, in half precision, by their sizes."""
+HOPPER_SCORES = 2**27
+"""Of query heads and keys, in a packed call: from here on the kernel for Hopper saves about as much
+time as its launch takes more of the host, 0.06 ms."""
 
 
 def decode_tunings(

@@ -11,6 +11,7 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from nanovllm_attention_triton.decode import DecodeShape
+from nanovllm_attention_triton.hopper_packed import hopper_packed_constants
 from nanovllm_attention_triton.hopper_prefill import REGISTERS as HOPPER_REGISTERS
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.prefill import COPY_ENGINE_ALIGNMENT
@@ -22,6 +23,7 @@ from nanovllm_attention_triton.tuning import (
     DECODE_SIX,
     DECODE_THREE,
     DECODE_WHOLE,
+    HOPPER_PACKED,
     HOPPER_PREFILL,
     LARGE_CAPABILITIES,
     LARGE_TILE,
@@ -278,6 +280,31 @@ def hopper_job(dtype: str, head_size: int, group: int) -> AotJob:
     )
 
 
+def hopper_packed_job(dtype: str, key_size: int, value_size: int) -> AotJob:
+    constants = hopper_packed_constants(key_size, value_size)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    tiles = {
+        f"{name}_desc": f"tensordesc<{dtype}[{constants['BLOCK_N']}, 1, {columns}],{layout!r}>"
+        for name, columns in (
+            ("front", constants["FRONT"]), ("rest", constants["REST"]), ("v", value_size)
+        )
+    }  # fmt: skip
+    return AotJob(
+        kernel=f"{KERNELS}.hopper_packed_kernel:hopper_packed_kernel",
+        signature=pointers(dtype, "q_ptr", "out_ptr")
+        | pointers("fp32", "lse_ptr")
+        | pointers("i32", "query_start_ptr", "key_start_ptr", "key_lens_ptr", "ticket_ptr")
+        | tiles
+        | integers("q_stride_token", "q_stride_head", "out_stride_token", "out_stride_head")
+        | dict.fromkeys(("num_seqs", "num_row_blocks", "num_heads"), "i32")
+        | {"causal": "i32", "lse_stride_head": "i32", "log2_scale": "fp32"},
+        constexprs=constants,
+        num_warps=HOPPER_PACKED[key_size, value_size].num_warps,
+        maxnreg=HOPPER_REGISTERS,
+        disassemble=True,
+    )
+
+
 PLAN = AotJob(
     kernel=f"{KERNELS}.decode_plan:plan_kernel",
     signature=pointers("i32", "seq_lens_ptr", "table_ptr", "items_ptr", "num_items_ptr")
@@ -370,6 +397,10 @@ JOBS = {
     **{
         f"hopper prefill-{dtype}-d{size}-group{group}": hopper_job(dtype, size, group)
         for dtype, size, group in (("bf16", 128, 2), ("fp16", 128, 8), ("bf16", 128, 5))
+    },
+    **{
+        f"hopper packed-{dtype}-{sizes[0]}-{sizes[1]}": hopper_packed_job(dtype, *sizes)
+        for dtype, sizes in product(("bf16", "fp16"), HOPPER_PACKED)
     },
     **{
         f"decode {kind}-bf16-d{size}-block{block_size}-group{group}"
@@ -475,6 +506,7 @@ def test_no_kernel_takes_more_than_its_line(reports):
         ("split plan", 64, 48 * 1024),
         ("split merge", 128, 16 * 1024),
         ("hopper prefill", HOPPER_REGISTERS, WIDE_PREFILL_SHARED),
+        ("hopper packed", HOPPER_REGISTERS, WIDE_PREFILL_SHARED),
     ],
 )
 def test_kernels_spill_nothing_and_leave_room_for_their_neighbours(
@@ -485,7 +517,7 @@ def test_kernels_spill_nothing_and_leave_room_for_their_neighbours(
         if not name.startswith(kind):
             continue
         # A few numbers of an item, outside the loop over its tiles.
-        most = 16 if name == "wide split prefill-bf16-d256-block256" else 0
+        most = 16 if name.startswith(("wide split prefill-bf16-d256", "hopper packed")) else 0
         assert report.spills <= most, f"{name}: {report.spills} bytes spilled"
         assert report.registers <= registers, f"{report.registers} registers, at most {registers}"
         assert report.shared <= shared, f"{report.shared} bytes shared, at most {shared}"
@@ -560,7 +592,7 @@ def test_decode_from_qkv_loads_keys_before_the_wait_and_q_behind_it(reports):
 
 def test_prefill_runs_on_the_warpgroup_tensor_cores(reports):
     """wgmma, the only way to Hopper's full rate."""
-    kinds = ("prefill", "wide prefill", "split prefill", "wide split prefill", "hopper prefill")
+    kinds = ("prefill", "wide prefill", "split prefill", "wide split prefill", "hopper")
     for report in [report for kind in kinds for report in of_kind(reports, kind)]:
         assert "wgmma.mma_async" in report.ptx
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
 
+from nanovllm_attention_triton import packed
 from nanovllm_attention_triton.backend import TritonAttention
 from nanovllm_attention_triton.hopper_prefill import on_hopper
 from nanovllm_attention_triton.options import TritonOptions
@@ -201,3 +203,45 @@ def test_packed_prompts_equal_the_reference_at_true_sizes(dtype, causal):
         case = make_packed_case(lens, others, sizes, num_heads=num_heads, causal=causal,
                                 dtype=dtype, device="cuda")  # fmt: skip
         case.check(make_backend(case), "packed")
+
+
+@pytest.fixture
+def hopper_packed_only(monkeypatch):
+    """However few scores there are, the kernel for Hopper attends; the other one may not."""
+    monkeypatch.setattr(packed, "HOPPER_SCORES", 0)
+    monkeypatch.setattr(packed, "packed_kernel", None)
+
+
+@on_hopper_alone
+@pytest.mark.parametrize("seed", range(16))
+def test_packed_prompts_by_the_kernel_for_hopper_equal_the_reference(seed, hopper_packed_only):
+    """Drawn lengths around every tile, with and without keys; more heads than are drawn at once."""
+    draws = Random(seed)
+    lens = [0, 1, 2, 63, 64, 65, 127, 128, 129, 300, 777]
+    causal = seed % 2 == 0
+    query_lens = [5, *draws.choices(lens, k=draws.choice([0, 1, 6]))]
+    behind = [0, 0, 100, 500] if causal else [0, 1, 5, 127, 128, 129, 1000, 2500]
+    key_lens = [draws.choice(behind) + causal * queries for queries in query_lens]
+    key_lens[0] += 3
+    case = make_packed_case(
+        query_lens, key_lens, USUAL, num_heads=draws.choice([1, 3, 16, 20]), causal=causal,
+        dtype=DTYPES[seed // 2 % 2], device="cuda", seed=seed,
+    )  # fmt: skip
+    backend = make_backend(case)
+    assert "by warp roles" in backend.describe()
+    case.check(backend, "packed")
+
+
+@on_hopper_alone
+def test_programs_of_the_packed_kernel_take_several_blocks_of_rows(hopper_packed_only):
+    """More work than multiprocessors: barriers and buffers are used again. Runs are equal."""
+    lens = [*range(1, 900, 37), 3000]
+    case = make_packed_case(lens, lens, USUAL, num_heads=16, causal=True, dtype=torch.bfloat16,
+                            device="cuda")  # fmt: skip
+    backend, metadata = make_backend(case), case.metadata()
+    case.check(backend, "packed")
+    backend.plan_packed(metadata)
+    first, _ = case.run(backend, metadata, with_lse=True)
+    for _ in range(20):
+        assert torch.equal(case.run(backend, metadata, with_lse=True)[0], first)
+    assert not backend.captured_tensors()["prefill_tickets"].any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -9,11 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm_attention_triton import packed
+from nanovllm_attention_triton import hopper_packed, packed
+from nanovllm_attention_triton.backend import TritonAttention
+from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.packed import packed_prefill
 from nanovllm_attention_triton.packed_kernels import packed_kernel
 from nanovllm_attention_triton.tuning import PackedTuning, packed_tuning
 from nanovllm_core.api import UnsupportedError
+from nanovllm_kit.latent_attention import LatentSizes, make_packed_case
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels compile for the GPU there; see test_gpu_latent.py"
@@ -133,3 +137,49 @@ def test_numbers_that_change_with_a_step_s_tokens_compile_no_other_kernel(monkey
     }
     assert changing == {"num_seqs", "lse_stride_head"}
     assert changing <= set(packed_kernel.kwargs["do_not_specialize"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "runs"),
+    [
+        ({}, True),
+        ({"num_heads": 1}, False),
+        ({"lens": [100, 20]}, False),
+        ({"dtype": torch.bfloat16}, True),
+        ({"dtype": torch.float32}, False),
+        ({"sizes": LatentSizes(rotated=32)}, False),
+        ({"sizes": LatentSizes(value=64)}, False),
+    ],
+    ids=str,
+)
+def test_the_hopper_kernel_runs_where_it_serves_and_gains(monkeypatch, changes, runs):
+    """By dtype and sizes, as `describe` says, and from so many scores on."""
+    calls = {"hopper": 0, "plain": 0}
+
+    class Counter:
+        def __getitem__(self, _grid: tuple[int, ...]) -> Any:
+            return lambda *_, **__: count("plain")
+
+    def count(kind: str) -> None:
+        calls[kind] += 1
+
+    given: dict[str, Any] = {"num_heads": 2, "dtype": torch.float16} | changes
+    lens, sizes = given.pop("lens", [200]), given.pop("sizes", LatentSizes())
+    case = make_packed_case(lens, lens, sizes, causal=True, **given)
+    monkeypatch.setattr(packed, "HOPPER_SCORES", 2 * 200 * 205)  # 205: a bound of the 200 keys
+    monkeypatch.setattr(hopper_packed, "on_hopper", lambda _device: True)
+    monkeypatch.setattr(packed, "run_hopper_packed", lambda *_: count("hopper"))
+    monkeypatch.setattr(packed, "packed_kernel", Counter())
+    backend, metadata = TritonAttention(TritonOptions(), case.config()), case.metadata()
+    backend.allocate()
+    backend.plan_packed(metadata)
+    case.run(backend, metadata, with_lse=False)
+    assert calls == {"hopper": int(runs), "plain": int(not runs)}
+    serves = sizes == LatentSizes() and case.q_THD.dtype != torch.float32
+    assert ("by warp roles" in backend.describe()) == serves
+    if runs:  # rows that do not begin on 16 bytes are left to the other one
+        odd = replace(
+            case, q_THD=case.q_THD.new_empty(case.q_THD.numel() + 1)[1:].view_as(case.q_THD)
+        )
+        odd.run(backend, metadata, with_lse=False)
+        assert calls == {"hopper": 1, "plain": 1}
