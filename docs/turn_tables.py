@@ -1,10 +1,38 @@
-"""Tables of docs/performance.md: short prompts behind long contexts, from result files alone."""
+"""Tables of docs/performance.md: long prompts, and short ones behind long contexts, from files."""
 
 from __future__ import annotations
 
 from results_tables import Results, Tables, table
 
 MODELS = {"qwen3_0_6b": "0.6B", "qwen3_8b": "8B", "deepseek_v2_lite": "DeepSeek-V2-Lite"}
+
+LONG = {
+    "qwen3_0_6b": "0.6B",
+    "qwen3_8b": "8B",
+    "qwen3_30b_a3b": "30B-A3B",
+    "deepseek_v2_lite": "DeepSeek-V2-Lite",
+}
+
+
+def long_prompts_table(results: Results) -> str:
+    """Milliseconds until one long prompt has its first token, by model; no entry: not measured."""
+    times = {
+        model: {
+            one["length"]: one["ms"] for one in results.entries(f"bursts_long_{name}", "bursts")
+        }
+        for name, model in LONG.items()
+    }
+    lengths = sorted({length for of_model in times.values() for length in of_model})
+    rows = [
+        (f"{length:,}", *(_short(one.get(length)) for one in times.values())) for length in lengths
+    ]
+    return table(("tokens", *times), rows)
+
+
+def _short(milliseconds: float | None) -> str:
+    if milliseconds is None:
+        return ""
+    return f"{milliseconds:,.{int(milliseconds < 100)}f}"
 
 
 def turns_table(results: Results) -> str:
@@ -39,4 +67,8 @@ def attention_turns_table(results: Results) -> str:
     return table(("queries", "keys before", *names), rows)
 
 
-TURNS: Tables = {"turns": turns_table, "attention turns": attention_turns_table}
+TURNS: Tables = {
+    "long prompts": long_prompts_table,
+    "turns": turns_table,
+    "attention turns": attention_turns_table,
+}
