@@ -354,7 +354,7 @@ class AttentionBackend(ABC):
         configuration's dtype; q and out are contiguous, k and v have a contiguous last dimension.
         `lse_HT` float32, contiguous: where it is given, the natural logarithm of each softmax's
         denominator (of scaled scores) is written to it. A query that sees no key gets zeros and
-        -inf.
+        -inf. Keys and values that are not finite harm their own sequence alone.
         """
         raise NotImplementedError(
             f"{type(self).__name__} is chosen for latent attention, so run_packed must be there"

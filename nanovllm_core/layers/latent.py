@@ -33,7 +33,8 @@ from nanovllm_core.layers.module import Layer
 from nanovllm_core.layers.norm import RMSNorm
 
 _WORD = torch.int64
-"""Keys are put together in words of it where they can be: a third of the time in half precision."""
+"""Keys are concatenated as elements of this type where all sizes are whole words: in half precision
+that takes a third of the time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +97,8 @@ class LatentAttention(AttentionLayer):
         hidden_size, rank = config.hidden_size, config.kv_lora_rank
         self._key_size = config.heads.key_size
         sizes = rank, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-        whole = not any(size * context.dtype.itemsize % _WORD.itemsize for size in sizes)
+        bytes_ = (size * context.dtype.itemsize for size in (*sizes, config.q_lora_rank or 0))
+        whole = not any(number % _WORD.itemsize for number in bytes_)
         self._word = _WORD if whole else context.dtype
         num_heads = config.num_attention_heads
         self.qkv_a_proj = _DownProjection(context, config)

@@ -47,6 +47,18 @@ def test_logits_are_those_of_the_plain_computation(seed: int, tmp_path: Path) ->
         assert_close_report(run_model(model, ids_T, chunks).double(), expected, rel_norm=1e-5)
 
 
+def test_rows_may_begin_at_an_odd_number(tmp_path: Path) -> None:
+    """Behind a compressed query, where a runtime passes a part of the product."""
+    folder, config = write_latent(tmp_path, q_lora_rank=33)
+    model = load_model(LatentForCausalLM, folder, config)
+    [layer, _] = [one for one in model.modules() if isinstance(one, LatentAttention)]
+    rows_KR = torch.randn(5, 33 + 32)[:, 33:]
+    for apart, whole in zip(
+        layer.expand_rows(rows_KR), layer.expand_rows(rows_KR.contiguous()), strict=True
+    ):
+        torch.testing.assert_close(apart, whole)
+
+
 @pytest.mark.parametrize("nope", [12, 13], ids=["whole words", "an odd number"])
 def test_an_absorbed_query_scores_a_row_as_the_query_scores_its_key(
     nope: int, tmp_path: Path

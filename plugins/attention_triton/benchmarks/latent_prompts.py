@@ -13,7 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from attention_decode import best_time
 from torch import Tensor
 
 from nanovllm_attention_triton.hopper_packed import (
-    HopperCall,
+    HopperPlan,
     hopper_packed_serves,
     run_hopper_packed,
 )
@@ -66,7 +66,7 @@ class Prompts:
     key_start_loc: Tensor
     out_THV: Tensor  # noqa: N815 - shape suffix
     lse_HT: Tensor | None  # noqa: N815 - shape suffix
-    hopper: HopperCall
+    plan: HopperPlan
 
     @property
     def flops(self) -> int:
@@ -74,23 +74,7 @@ class Prompts:
         pairs = len(self.q_THD) * self.key_len // (2 if self.causal else 1)
         return 2 * pairs * HEADS * (KEY_SIZE + VALUE_SIZE)
 
-    def run(self, tuning: PackedTuning | None) -> None:
-        """By the plain kernel, or by the one for Hopper if there is no tuning."""
-        if tuning is None:
-            run_hopper_packed(
-                self.q_THD,
-                self.k_LHD,
-                self.v_LHV,
-                self.query_start_loc,
-                self.key_start_loc,
-                len(self.q_THD),
-                SCALE,
-                self.causal,
-                self.out_THV,
-                self.lse_HT,
-                self.hopper,
-            )
-            return
+    def run_plain(self, tuning: PackedTuning) -> None:
         packed_prefill(
             self.q_THD,
             self.k_LHD,
@@ -103,6 +87,21 @@ class Prompts:
             self.out_THV,
             tuning,
             self.lse_HT,
+        )
+
+    def run_hopper(self) -> None:
+        run_hopper_packed(
+            self.q_THD,
+            self.k_LHD,
+            self.v_LHV,
+            self.query_start_loc,
+            self.key_start_loc,
+            len(self.q_THD),
+            SCALE,
+            self.causal,
+            self.out_THV,
+            self.lse_HT,
+            self.plan,
         )
 
     def relative_error(self) -> float:
@@ -151,7 +150,7 @@ def make_prompts(num_seqs: int, query_len: int, key_len: int | None = None) -> P
         key_start_loc=starts(keys),
         out_THV=out,
         lse_HT=lse,
-        hopper=HopperCall(key_lens, keys, torch.zeros(1, dtype=torch.int32, device="cuda")),
+        plan=HopperPlan(key_lens, keys, torch.zeros(1, dtype=torch.int32, device="cuda")),
     )
 
 
@@ -169,9 +168,7 @@ def teraflops(prompts: Prompts, call: Callable[[], object]) -> float:
     return CALLS * prompts.flops / best_time(graph.replay, repeats=5) / 1e12
 
 
-def describe(tuning: PackedTuning | None) -> str:
-    if tuning is None:
-        return "hopper"
+def describe(tuning: PackedTuning) -> str:
     return f"{tuning.block_m}x{tuning.block_n}/{tuning.num_warps}/{tuning.num_stages}"
 
 
@@ -188,18 +185,21 @@ def main() -> None:
     batches = [make_prompts(*shape) for shape in (*PROMPTS, *CONTEXTS)]
     print(f"{'TFLOP/s':16s}" + " ".join(f"{batch.name:>14s}" for batch in batches))
     rows: list[dict[str, Any]] = []
-    tunings: list[PackedTuning | None] = list(SWEEP[:1] if arguments.shipped else SWEEP)
+    kernels: list[tuple[str, Callable[[Prompts], None]]] = [
+        (describe(tuning), partial(Prompts.run_plain, tuning=tuning))
+        for tuning in (SWEEP[:1] if arguments.shipped else SWEEP)
+    ]
     if hopper_packed_serves(torch.device("cuda"), DTYPE, KEY_SIZE, VALUE_SIZE):
-        tunings.insert(0, None)
-    for tuning in tunings:
+        kernels.insert(0, ("hopper", Prompts.run_hopper))
+    for name, run in kernels:
         try:
-            rates = [teraflops(batch, partial(batch.run, tuning)) for batch in batches]
+            rates = [teraflops(batch, partial(run, batch)) for batch in batches]
         except Exception as error:  # one that does not compile is a row of the table
-            print(f"{describe(tuning):16s}{type(error).__name__}: {str(error)[:80]}")
+            print(f"{name:16s}{type(error).__name__}: {str(error)[:80]}")
             continue
-        print(f"{describe(tuning):16s}" + " ".join(f"{rate:14.0f}" for rate in rates), flush=True)
+        print(f"{name:16s}" + " ".join(f"{rate:14.0f}" for rate in rates), flush=True)
         named = {batch.name: rate for batch, rate in zip(batches, rates, strict=True)}
-        rows.append({"tuning": asdict(tuning) if tuning else "hopper", "tflop_per_s": named})
+        rows.append({"kernel": name, "tflop_per_s": named})
     print(f"{time.monotonic() - start:.0f} s")
     if arguments.out:
         result = {

@@ -20,11 +20,10 @@ from nanovllm_attention_triton.decode import (
 )
 from nanovllm_attention_triton.hopper_latent import make_latent_workspace
 from nanovllm_attention_triton.hopper_limits import hopper_latent_limits
-from nanovllm_attention_triton.hopper_packed import HopperCall, hopper_packed_serves
 from nanovllm_attention_triton.hopper_prefill import hopper_kernel_serves, on_hopper
 from nanovllm_attention_triton.latent_prefill import latent_prefill
 from nanovllm_attention_triton.options import TritonOptions
-from nanovllm_attention_triton.packed import packed_prefill
+from nanovllm_attention_triton.packed import PackedPrompts
 from nanovllm_attention_triton.prefill import (
     CAUSAL,
     fits_large_tiles,
@@ -45,7 +44,6 @@ from nanovllm_attention_triton.tuning import (
     decode_tunings,
     latent_prefill_tuning,
     latent_tuning,
-    packed_tuning,
     prefill_tuning,
 )
 from nanovllm_core.api import (
@@ -78,11 +76,12 @@ class TritonAttention(AttentionBackend):
         self._workspaces: list[PlannedWork] = []
         self._prefill_tickets: Tensor | None = None
         self._splits: SplitWork | None = None
+        self._packed = PackedPrompts(config)
         self._has_prefilled = False
 
     def allocate(self) -> None:
         config, options = self.config, self._options
-        if self._has_warp_roles():
+        if self._has_warp_roles() and not config.latent:
             self._prefill_tickets = torch.zeros(1, dtype=torch.int32, device=config.device)
         self._workspaces = [
             self._make_workspace(rows, tuning) for rows, tuning in self.decode_tunings
@@ -328,9 +327,7 @@ class TritonAttention(AttentionBackend):
         )
 
     def plan_packed(self, metadata: PackedMetadata) -> None:
-        if self._prefill_tickets is not None:
-            key_lens_S = metadata.key_start_loc.diff()
-            metadata.plan = HopperCall(key_lens_S, metadata.max_key_len, self._prefill_tickets)
+        self._packed.plan(metadata)
 
     def run_packed(
         self,
@@ -341,28 +338,13 @@ class TritonAttention(AttentionBackend):
         out_THV: Tensor,
         lse_HT: Tensor | None = None,
     ) -> None:
-        large = has_large_memory(q_THD.device)
-        packed_prefill(
-            q_THD,
-            k_LHD,
-            v_LHV,
-            metadata.query_start_loc,
-            metadata.key_start_loc,
-            metadata.max_query_len,
-            self.config.scale,
-            metadata.causal,
-            out_THV,
-            packed_tuning(q_THD.element_size(), q_THD.shape[-1], v_LHV.shape[-1], large),
-            lse_HT,
-            metadata.plan,
-        )
+        self._packed.run(q_THD, k_LHD, v_LHV, metadata, out_THV, lse_HT)
 
     def _has_warp_roles(self) -> bool:
         """Whether prompts run on a kernel for Hopper."""
         config = self.config
         if config.latent:
-            sizes = config.latent.key_size, config.latent.value_size
-            return hopper_packed_serves(config.device, config.dtype, *sizes)
+            return self._packed.has_warp_roles
         tuning = prefill_tuning(config.dtype.itemsize, config.head_size, False, self._options)
         plain = self._window is None and config.soft_cap is None
         return (

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from nanovllm_attention_triton.decode import LOG2_E, num_multiprocessors
 from nanovllm_attention_triton.hopper_limits import GLUON_VERSIONS
-from nanovllm_attention_triton.hopper_prefill import REGISTERS, on_hopper
+from nanovllm_attention_triton.hopper_prefill import BLOCK_M, REGISTERS, on_hopper
 from nanovllm_attention_triton.prefill import count_row_blocks
 from nanovllm_attention_triton.sizes import front_columns
 from nanovllm_attention_triton.tuning import HOPPER_PACKED
 
 
-class HopperCall(NamedTuple):
-    """What the kernel needs of a packed call beside its tensors.
+class HopperPlan(NamedTuple):
+    """The arguments of a packed call that are not its tensors.
 
     `key_lens_S` int32: the keys of each sequence, `max_key_len` at most. `tickets` [1] int32 holds
     0 before and after; launches that may run at once must not share it.
@@ -45,7 +45,7 @@ def hopper_packed_serves(
 def _gluon() -> tuple[Any, Any, Any]:
     """The class of descriptors, the layout of tiles, and the kernel.
 
-    Imported by those who run it: another Triton may have another Gluon.
+    Imported at the first launch, because other versions of Triton have another Gluon.
     """
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -67,7 +67,7 @@ def run_hopper_packed(
     causal: bool,
     out_THV: Tensor,
     lse_HT: Tensor | None,
-    call: HopperCall,
+    plan: HopperPlan,
 ) -> None:
     """As `packed_prefill`, of at most `num_queries` queries of all sequences."""
     TensorDescriptor, layout, hopper_packed_kernel = _gluon()
@@ -78,10 +78,10 @@ def run_hopper_packed(
         TensorDescriptor(x, list(x.shape), list(x.stride()), [tile, 1, columns], layout)
         for x, columns in ((k_LHD, front), (k_LHD, rest), (v_LHV, value_size))
     )
-    if lse_HT is None:  # which the kernel always writes: one less to compile
+    if lse_HT is None:  # The kernel always writes it, so that one compilation serves both cases.
         lse_HT = q_THD.new_empty((num_heads, len(q_THD)), dtype=torch.float32)
-    num_seqs, tuning = query_start_loc.shape[0] - 1, HOPPER_PACKED[key_size, value_size]
-    row_blocks = count_row_blocks(num_queries, num_seqs, 1, tuning.block_m)
+    num_seqs = query_start_loc.shape[0] - 1
+    row_blocks = count_row_blocks(num_queries, num_seqs, 1, BLOCK_M)
     programs = min(row_blocks * num_heads, num_multiprocessors(q_THD.device))
     hopper_packed_kernel[(programs,)](
         q_THD,
@@ -92,8 +92,8 @@ def run_hopper_packed(
         lse_HT,
         query_start_loc,
         key_start_loc,
-        call.key_lens_S,
-        call.tickets,
+        plan.key_lens_S,
+        plan.tickets,
         num_seqs,
         row_blocks,
         num_heads,
@@ -105,7 +105,7 @@ def run_hopper_packed(
         out_THV.stride(1),
         lse_HT.stride(0),
         **constants,
-        num_warps=tuning.num_warps,
+        num_warps=4,
         maxnreg=REGISTERS,
     )
 

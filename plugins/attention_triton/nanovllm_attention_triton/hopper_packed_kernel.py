@@ -22,15 +22,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nanovllm_attention_triton.hopper_prefill_kernel import (
+from nanovllm_attention_triton.hopper_rows import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
     clear_values,
     copy_queries,
-    row_offsets,
+    store_rows,
     wait_for_keys,
     weigh,
-    wide_layout,
 )
 from nanovllm_attention_triton.hopper_work import (
     CONSUMERS,
@@ -79,9 +78,10 @@ def hopper_packed_kernel(
     """Attend all row blocks of all heads; a program takes what it draws (`hopper_work`).
 
     As `packed_kernels.packed_kernel`, with `key_lens` [S], the keys of each sequence. A tile may
-    hold keys of the next sequence, or go on beyond all, where the copy engine reads zeros: what is
-    not of the sequence is masked in the scores and cleared in the values.
+    hold keys of the next sequence, or go on beyond all, where the copy engine reads zeros. Keys of
+    others are masked in the scores, and their values cleared.
     """
+    gl.static_assert(VALUE_SIZE == FRONT, "results take the room of the queries' front columns")
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, FRONT], dtype)
     q_front = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, FRONT], q_layout)
@@ -252,13 +252,8 @@ def attend_rows(inputs, tiles, barriers, queue, CONSUMER: gl.constexpr):
         lse_row = lse_ptr + head.to(gl.int64) * lse_stride_head + query_start
         gl.store(lse_row + rows, (peak + gl.log2(mass)) * LN2, mask=rows < query_len)
         acc = acc / gl.convert_layout(mass, O_ROW)[:, None]
-        # The queries were multiplied for the last time.
-        q.store(acc.to(dtype))
-        layout: gl.constexpr = wide_layout(VALUE_SIZE)
-        offsets, real = row_offsets(
-            work, out_stride_token, out_stride_head, CONSUMER, 1, VALUE_SIZE
-        )
-        gl.store(out_ptr + offsets, q.load(layout), mask=real)
+        # The front columns of the queries, no longer needed, make room for the results.
+        store_rows(acc, q, out_ptr, out_stride_token, out_stride_head, work, CONSUMER, 1)
         turn += 1
         work = receive(queue, turn)
 

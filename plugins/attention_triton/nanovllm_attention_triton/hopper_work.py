@@ -1,4 +1,4 @@
-"""Who attends what: the work of the programs of the prefill kernel for Hopper.
+"""Distribution of work over the persistent programs of the prompt kernels for Hopper.
 
 An item of work is a KV head of a block of rows. A program's first item is that of its number; each
 later one costs a ticket, so a program that is done early takes more. A program's producer draws,
@@ -75,7 +75,7 @@ def draw_ticket(seqs, ticket_ptr):
     """The item of the next ticket; one beyond the last item for each program, at the end.
 
     There are as many tickets as items: each program's last draw is one too many, and its first item
-    costs none. Who draws the last ticket puts the counter back to 0.
+    costs none. The program that draws the last ticket puts the counter back to 0.
     """
     seq_lens_ptr, query_start_ptr, num_seqs, num_row_blocks, num_kv_heads, causal = seqs
     ticket = gl.atomic_add(ticket_ptr, 1)
@@ -88,16 +88,17 @@ def draw_ticket(seqs, ticket_ptr):
 def find_work(item, seqs, GROUP: gl.constexpr, BLOCK_N: gl.constexpr):
     """What an item is: KV head, sequence, first row, ..., and its number of tiles.
 
-    The number of tiles is 0 where there is nothing to do. Of HEADS_AT_ONCE heads after the other,
-    the last row blocks come first: they see the most keys of their sequence. `causal`: a row sees
-    the keys up to its own; else all.
+    The number of tiles is 0 where there is nothing to do. Heads come in groups of HEADS_AT_ONCE.
+    Within a group the last row blocks come first, because they see the most keys. `causal`: a row
+    sees the keys up to its own; else all.
     """
     seq_lens_ptr, query_start_ptr, num_seqs, num_row_blocks, num_kv_heads, causal = seqs
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     first_head = item // (HEADS_AT_ONCE * num_row_blocks) * HEADS_AT_ONCE
     num_heads = gl.maximum(gl.minimum(num_kv_heads - first_head, HEADS_AT_ONCE), 1)
     place = item - first_head * num_row_blocks
-    kv_head = first_head + place % num_heads
+    # Queries are copied of an item beyond the last one, too.
+    kv_head = gl.minimum(first_head + place % num_heads, num_kv_heads - 1)
     row_block = gl.maximum(num_row_blocks - 1 - place // num_heads, 0)
     seq, first_row = find_row_block(row_block, query_start_ptr, num_seqs, GROUP, BLOCK_M)
     query_start = gl.load(query_start_ptr + seq)

@@ -103,14 +103,17 @@ class PackedTuning:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HopperPrefillTuning:
-    """The tile of keys of the Hopper kernel, and the tiles that are loaded ahead.
-
-    `in_order` has the groups of warps issue their products in turn.
-    """
+class HopperTiles:
+    """The tile of keys of a prompt kernel for Hopper, and the tiles that are loaded ahead."""
 
     block_n: int
     num_stages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopperPrefillTuning(HopperTiles):
+    """`in_order` has the groups of warps issue their products in turn."""
+
     in_order: bool
 
 
@@ -247,11 +250,11 @@ HOPPER_QUERIES = 1024
 """A step runs the kernel for Hopper from this many blocks of rows per multiprocessor, and queries
 per sequence in the mean, on. Below, the plain kernel's smaller programs share the GPU better: on an
 H200 it was up to a third faster there, and 8 to 19 % slower on prompts of 4,096 tokens and more."""
-HOPPER_PACKED = {(192, 128): PackedTuning(block_m=128, block_n=128, num_warps=4, num_stages=2)}
-"""Of the kernel for Hopper over packed keys and values, in half precision, by their sizes."""
+HOPPER_PACKED = {(192, 128): HopperTiles(block_n=128, num_stages=2)}
+"""By the sizes of a key and a value, of half precision, for prompts over packed keys."""
 HOPPER_SCORES = 2**27
-"""Of query heads and keys, in a packed call: from here on the kernel for Hopper saves about as much
-time as its launch takes more of the host, 0.06 ms."""
+"""Heads times queries times the most keys of a sequence, in a packed call: from here on the kernel
+for Hopper saves about as much time as its launch takes more of the host, 0.06 ms on an H200."""
 
 
 def decode_tunings(

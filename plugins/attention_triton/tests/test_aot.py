@@ -297,9 +297,9 @@ def hopper_packed_job(dtype: str, key_size: int, value_size: int) -> AotJob:
         | tiles
         | integers("q_stride_token", "q_stride_head", "out_stride_token", "out_stride_head")
         | dict.fromkeys(("num_seqs", "num_row_blocks", "num_heads"), "i32")
-        | {"causal": "i32", "lse_stride_head": "i32", "log2_scale": "fp32"},
+        | {"causal": "u1", "lse_stride_head": "i32", "log2_scale": "fp32"},
         constexprs=constants,
-        num_warps=HOPPER_PACKED[key_size, value_size].num_warps,
+        num_warps=4,
         maxnreg=HOPPER_REGISTERS,
         disassemble=True,
     )

@@ -195,6 +195,8 @@ HOPPER_ONLY = pytest.mark.skipif(
         ((10, 2), torch.bfloat16, 512),
         ((8, 1), torch.float16, 128),
         ((6, 2), torch.bfloat16, 256),
+        ((16, 16), torch.float16, 256),
+        ((36, 36), torch.bfloat16, 128),
     ],
 )
 def test_the_hopper_kernel_equals_the_reference(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from random import Random
 
@@ -207,9 +208,9 @@ def test_packed_prompts_equal_the_reference_at_true_sizes(dtype, causal):
 
 @pytest.fixture
 def hopper_packed_only(monkeypatch):
-    """However few scores there are, the kernel for Hopper attends; the other one may not."""
+    """However few scores there are, the kernel for Hopper attends; the other one does nothing."""
     monkeypatch.setattr(packed, "HOPPER_SCORES", 0)
-    monkeypatch.setattr(packed, "packed_kernel", None)
+    monkeypatch.setattr(packed, "packed_kernel", defaultdict(lambda: lambda *_, **__: None))
 
 
 @on_hopper_alone
@@ -222,7 +223,7 @@ def test_packed_prompts_by_the_kernel_for_hopper_equal_the_reference(seed, hoppe
     query_lens = [5, *draws.choices(lens, k=draws.choice([0, 1, 6]))]
     behind = [0, 0, 100, 500] if causal else [0, 1, 5, 127, 128, 129, 1000, 2500]
     key_lens = [draws.choice(behind) + causal * queries for queries in query_lens]
-    key_lens[0] += 3
+    key_lens[0] += 3  # without any key the other kernel serves
     case = make_packed_case(
         query_lens, key_lens, USUAL, num_heads=draws.choice([1, 3, 16, 20]), causal=causal,
         dtype=DTYPES[seed // 2 % 2], device="cuda", seed=seed,
@@ -230,6 +231,20 @@ def test_packed_prompts_by_the_kernel_for_hopper_equal_the_reference(seed, hoppe
     backend = make_backend(case)
     assert "by warp roles" in backend.describe()
     case.check(backend, "packed")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kernel", ["plain", pytest.param("hopper", marks=on_hopper_alone)])
+def test_a_broken_sequence_harms_no_other_by_any_kernel(kernel, causal, request):
+    """NaN in the keys and values that a tile holds beside its own sequence's."""
+    if kernel == "hopper":
+        request.getfixturevalue("hopper_packed_only")
+    lens = [200, 77, 300, 129]
+    case = make_packed_case(lens, lens, USUAL, num_heads=16, causal=causal, dtype=torch.bfloat16,
+                            device="cuda")  # fmt: skip
+    backend = make_backend(case)
+    for broken in (1, 2):
+        case.check(backend, "beside NaN", broken=broken)
 
 
 @on_hopper_alone
@@ -244,4 +259,4 @@ def test_programs_of_the_packed_kernel_take_several_blocks_of_rows(hopper_packed
     first, _ = case.run(backend, metadata, with_lse=True)
     for _ in range(20):
         assert torch.equal(case.run(backend, metadata, with_lse=True)[0], first)
-    assert not backend.captured_tensors()["prefill_tickets"].any()
+    assert not metadata.plan.tickets.any()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
+from importlib import import_module
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +19,8 @@ from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.packed import packed_prefill
 from nanovllm_attention_triton.packed_kernels import packed_kernel
 from nanovllm_attention_triton.tuning import PackedTuning, packed_tuning
-from nanovllm_core.api import UnsupportedError
-from nanovllm_kit.latent_attention import LatentSizes, make_packed_case
+from nanovllm_core.api import PackedMetadata, UnsupportedError
+from nanovllm_kit.latent_attention import LatentSizes, PackedCase, make_packed_case
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels compile for the GPU there; see test_gpu_latent.py"
@@ -139,47 +142,98 @@ def test_numbers_that_change_with_a_step_s_tokens_compile_no_other_kernel(monkey
     assert changing <= set(packed_kernel.kwargs["do_not_specialize"])
 
 
-@pytest.mark.parametrize(
-    ("changes", "runs"),
-    [
-        ({}, True),
-        ({"num_heads": 1}, False),
-        ({"lens": [100, 20]}, False),
-        ({"dtype": torch.bfloat16}, True),
-        ({"dtype": torch.float32}, False),
-        ({"sizes": LatentSizes(rotated=32)}, False),
-        ({"sizes": LatentSizes(value=64)}, False),
-    ],
-    ids=str,
-)
-def test_the_hopper_kernel_runs_where_it_serves_and_gains(monkeypatch, changes, runs):
-    """By dtype and sizes, as `describe` says, and from so many scores on."""
-    calls = {"hopper": 0, "plain": 0}
-
-    class Counter:
-        def __getitem__(self, _grid: tuple[int, ...]) -> Any:
-            return lambda *_, **__: count("plain")
+@pytest.fixture
+def launches(monkeypatch) -> dict[str, int]:
+    """How often each kernel is launched; neither computes."""
+    counts = {"hopper": 0, "plain": 0}
 
     def count(kind: str) -> None:
-        calls[kind] += 1
+        counts[kind] += 1
 
-    given: dict[str, Any] = {"num_heads": 2, "dtype": torch.float16} | changes
-    lens, sizes = given.pop("lens", [200]), given.pop("sizes", LatentSizes())
-    case = make_packed_case(lens, lens, sizes, causal=True, **given)
-    monkeypatch.setattr(packed, "HOPPER_SCORES", 2 * 200 * 205)  # 205: a bound of the 200 keys
     monkeypatch.setattr(hopper_packed, "on_hopper", lambda _device: True)
     monkeypatch.setattr(packed, "run_hopper_packed", lambda *_: count("hopper"))
-    monkeypatch.setattr(packed, "packed_kernel", Counter())
+    plain = defaultdict(lambda: lambda *_, **__: count("plain"))
+    monkeypatch.setattr(packed, "packed_kernel", plain)
+    return counts
+
+
+def backend_of(case: PackedCase) -> tuple[TritonAttention, PackedMetadata]:
+    """With the call's plan."""
     backend, metadata = TritonAttention(TritonOptions(), case.config()), case.metadata()
     backend.allocate()
     backend.plan_packed(metadata)
-    case.run(backend, metadata, with_lse=False)
-    assert calls == {"hopper": int(runs), "plain": int(not runs)}
-    serves = sizes == LatentSizes() and case.q_THD.dtype != torch.float32
+    return backend, metadata
+
+
+@pytest.mark.parametrize(
+    ("changes", "serves", "runs"),
+    [
+        ({}, True, True),
+        ({"num_heads": 1}, True, False),
+        ({"lens": [100, 20]}, True, False),
+        ({"dtype": torch.bfloat16}, True, True),
+        ({"dtype": torch.float32}, False, False),
+        ({"sizes": LatentSizes(rotated=32)}, False, False),
+        ({"sizes": LatentSizes(value=64)}, False, False),
+        ({"triton": "3.8.0"}, False, False),
+    ],
+    ids=str,
+)
+def test_the_hopper_kernel_runs_where_it_serves_and_gains(
+    monkeypatch, launches, changes, serves, runs
+):
+    """By dtype, sizes and Triton, as `describe` says, and from so many scores on."""
+    given: dict[str, Any] = {"num_heads": 2, "dtype": torch.float16} | changes
+    lens, sizes = given.pop("lens", [200]), given.pop("sizes", LatentSizes())
+    version = given.pop("triton", "3.7.1")
+    monkeypatch.setattr(hopper_packed, "triton", SimpleNamespace(__version__=version))
+    case = make_packed_case(lens, lens, sizes, causal=True, **given)
+    monkeypatch.setattr(packed, "HOPPER_SCORES", 2 * 200 * 205)  # 205: a bound of the 200 keys
+    backend, metadata = backend_of(case)
     assert ("by warp roles" in backend.describe()) == serves
+    case.run(backend, metadata, with_lse=False)  # the first one tries all kernels
+    launches.update(dict.fromkeys(launches, 0))
+    case.run(backend, metadata, with_lse=False)
+    assert launches == {"hopper": int(runs), "plain": int(not runs)}
     if runs:  # rows that do not begin on 16 bytes are left to the other one
-        odd = replace(
-            case, q_THD=case.q_THD.new_empty(case.q_THD.numel() + 1)[1:].view_as(case.q_THD)
+        odd = case.q_THD.new_empty(case.q_THD.numel() + 1)[1:].view_as(case.q_THD)
+        replace(case, q_THD=odd).run(backend, metadata, with_lse=False)
+        assert launches == {"hopper": 1, "plain": 1}
+
+
+@pytest.mark.parametrize("scores", [0, 2**40])
+def test_the_first_call_of_each_kind_has_both_kernels_compiled(monkeypatch, launches, scores):
+    """However long the start's trial is; no later call does, of a step of any length."""
+    monkeypatch.setattr(packed, "HOPPER_SCORES", scores)
+    for causal, with_lse in ((True, False), (True, True), (False, True)):
+        launches.update(dict.fromkeys(launches, 0))
+        case = make_packed_case(
+            [40], [40], LatentSizes(), num_heads=2, causal=causal, dtype=torch.float16
         )
-        odd.run(backend, metadata, with_lse=False)
-        assert calls == {"hopper": 1, "plain": 1}
+        if causal and not with_lse:
+            backend, _ = backend_of(case)
+        metadata = case.metadata()
+        backend.plan_packed(metadata)
+        case.run(backend, metadata, with_lse=with_lse)
+        assert launches == ({"hopper": 2, "plain": 1} if scores == 0 else {"hopper": 1, "plain": 2})
+        case.run(backend, metadata, with_lse=with_lse)
+        assert sum(launches.values()) == 4
+
+
+def test_without_any_key_the_plain_kernel_serves(monkeypatch, launches):
+    """The copy engine describes no empty tensor."""
+    monkeypatch.setattr(packed, "HOPPER_SCORES", 0)
+    case = make_packed_case(
+        [5, 3], [0, 0], LatentSizes(), num_heads=2, causal=False, dtype=torch.float16
+    )
+    backend, metadata = backend_of(case)
+    case.run(backend, metadata, with_lse=True)
+    assert launches == {"hopper": 0, "plain": 3}
+
+
+def test_numbers_that_change_compile_no_other_hopper_kernel():
+    """As above: those of a step, and the heads of a rank."""
+    module = import_module("nanovllm_attention_triton.hopper_packed_kernel")
+    kernel = module.hopper_packed_kernel
+    changing = {"num_seqs", "num_row_blocks", "num_heads", "lse_stride_head"}
+    assert changing <= set(kernel.do_not_specialize)

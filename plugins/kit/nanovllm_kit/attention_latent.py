@@ -309,6 +309,16 @@ class AttentionLatent(AttentionSubject):
             case = latent_prefiller.packed(queries, keys, causal=False)
             latent_prefiller.check_packed(case, "context")
 
+    def test_a_broken_packed_sequence_harms_no_other(
+        self, latent_prefiller: LatentUnderTest
+    ) -> None:
+        """NaN in its keys and values is not in the results of those before and behind it."""
+        for causal in (True, False):
+            case = latent_prefiller.packed([33, 40, 70, 5], [33, 40, 70, 20], causal=causal)
+            backend = latent_prefiller.backend(case.config())
+            for broken in (1, 2):
+                case.check(backend, "beside NaN", broken=broken)
+
     def test_packed_sizes_and_heads_are_parameters(self, latent_prefiller: LatentUnderTest) -> None:
         """192 and 128, and others, in every dtype; values may be longer than keys."""
         for sizes in (USUAL, SMALL, ODD, WIDE_VALUES):

@@ -140,27 +140,47 @@ class PackedCase:
         return torch.cat(outputs), torch.cat(sums, dim=-1)
 
     def check(
-        self, backend: AttentionBackend, what: str, planned: PackedMetadata | None = None
+        self,
+        backend: AttentionBackend,
+        what: str,
+        planned: PackedMetadata | None = None,
+        *,
+        broken: int | None = None,
     ) -> None:
-        """Fail, naming the call, where the output or the log-sum-exp is off the reference."""
+        """Fail, naming the call, where the output or the log-sum-exp is off the reference.
+
+        `broken` is a sequence whose keys and values become NaN; its own results are not compared.
+        """
         __tracebackhide__ = True
         metadata = planned or self.metadata()
         if planned is None:
             backend.plan_packed(metadata)
         expected_THV, expected_HT = self.expected()
+        case, compared_T = self, torch.ones(len(self.q_THD), dtype=torch.bool)
+        if broken is not None:
+            case = self._with_nan(broken)
+            compared_T.split(self.query_lens)[broken].zero_()
+        compared_T = compared_T.to(self.q_THD.device)
         dtype = self.q_THD.dtype
         for with_lse in (False, True):
-            out_THV, lse_HT = self.run(backend, metadata, with_lse=with_lse)
+            out_THV, lse_HT = case.run(backend, metadata, with_lse=with_lse)
             try:
-                assert_close_report(out_THV.double(), expected_THV, rel_norm=REL_NORM[dtype])
+                out, expected = out_THV[compared_T].double(), expected_THV[compared_T]
+                assert_close_report(out, expected, rel_norm=REL_NORM[dtype])
                 if lse_HT is not None:
-                    _assert_lse(lse_HT, expected_HT, LSE_ERROR[dtype])
+                    _assert_lse(lse_HT[:, compared_T], expected_HT[:, compared_T], LSE_ERROR[dtype])
             except AssertionError as error:
                 raise AssertionError(
                     f"{what}{', with log-sum-exp' * with_lse}: query_lens {self.query_lens}, "
                     f"key_lens {self.key_lens}, causal {self.causal}, {self.sizes}, "
                     f"{self.q_THD.shape[1]} heads: {error}"
                 ) from None
+
+    def _with_nan(self, sequence: int) -> PackedCase:
+        k_LHD, v_LHV = self.k_LHD.clone(), self.v_LHV.clone()
+        for x in (k_LHD, v_LHV):
+            x.split(self.key_lens)[sequence].fill_(float("nan"))
+        return replace(self, k_LHD=k_LHD, v_LHV=v_LHV)
 
     def _starts(self, lens: Sequence[int]) -> Tensor:
         starts = [0, *accumulate(lens)]
