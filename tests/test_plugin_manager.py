@@ -19,7 +19,7 @@ from nanovllm_core.errors import (
     PluginNotFoundError,
 )
 from nanovllm_core.interfaces.specs import SchedulerSpec
-from nanovllm_core.registry import discovery as plugin_discovery
+from nanovllm_core.registry import checks, discovery as plugin_discovery
 from nanovllm_core.registry.checks import core_requirement
 from nanovllm_core.registry.manager import get_plugin_manager
 from nanovllm_core.registry.objects import load_object, make_plugin
@@ -408,6 +408,26 @@ def test_an_implementation_that_cannot_be_loaded_is_named(install: Install, impl
         load_object(resolved)
     with pytest.raises(PluginLoadError, match=impl):
         load_object(impl)
+
+
+@pytest.mark.parametrize(
+    ("required", "remedy"),
+    [
+        (["No.Such-Package>=2"], '; pip install "No.Such-Package>=2"'),
+        (['no-such-package; extra == "odd"'], '; pip install "nanovllm-fair[odd]"'),
+        ([], ""),
+    ],
+)
+def test_a_package_that_an_implementation_lacks_is_named_with_its_remedy(
+    install: Install, monkeypatch: pytest.MonkeyPatch, required: list[str], remedy: str
+) -> None:
+    """Where the distribution says that it requires it, by itself or by an extra."""
+    install_fair(install)
+    monkeypatch.setattr(checks, "requires", {"nanovllm-fair": required}.get)
+    resolved = get_plugin_manager().resolve("scheduler", "fair")
+    with pytest.raises(PluginLoadError) as raised:
+        load_object(replace(resolved, impl="no_such_package.part:Thing"))
+    assert str(raised.value).endswith(f"No module named 'no_such_package'{remedy}")
 
 
 def test_a_nested_implementation_is_found(install: Install) -> None:

@@ -45,5 +45,6 @@ def explain(
                 console.print(Text(f"    because  {seam.why}"))
             for name, why in seam.others.items():
                 console.print(Text(f"    not {name}: {why}", "dim"))
-    if any(seam.problem for seam in seams):
+    if problems := [seam.name for seam in seams if seam.problem]:
+        typer.echo(f"An engine would not start: see {', '.join(problems)}.", err=True)
         raise typer.Exit(1)

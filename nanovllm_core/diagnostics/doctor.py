@@ -11,18 +11,13 @@ import re
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from importlib.metadata import (
     Distribution,
     EntryPoint,
-    PackageNotFoundError,
     distributions,
-    requires,
 )
 from typing import Any
 
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.utils import canonicalize_name
 from pluggy import PluginValidationError
 
 from nanovllm_core import __version__
@@ -37,7 +32,13 @@ from nanovllm_core.diagnostics.status import (
 from nanovllm_core.errors import NanoVLLMError, PluginConflictError, PluginError, did_you_mean
 from nanovllm_core.interfaces.attention import AttentionRequirements
 from nanovllm_core.interfaces.doctor import DoctorCheck
-from nanovllm_core.registry.checks import CORE, core_requirement, separate
+from nanovllm_core.registry.checks import (
+    CORE,
+    core_requirement,
+    find_requirement,
+    pip_install,
+    separate,
+)
 from nanovllm_core.registry.discovery import (
     COMMAND_GROUP,
     COMMAND_PARENTS,
@@ -304,7 +305,7 @@ def _missing_package(error: PluginError) -> str:
 def _missing_extra(plugin: InstalledPlugin, error: PluginError) -> str:
     """What a plugin lacks that an extra of its distribution brings; "" where that is not it."""
     owner, package = plugin.distribution, _missing_package(error)
-    _, extra = (package and _requirement(owner, package)) or ("", "")
+    _, extra = (package and find_requirement(owner, package)) or ("", "")
     if not extra:
         return ""
     return f"needs {package}, of the extra {extra}: {_install(owner, package)}"
@@ -319,21 +320,7 @@ def _repair(plugin: InstalledPlugin) -> str:
 
 def _install(owner: str, package: str) -> str:
     """How to install a package that a distribution lacks: by its extra or what it requires."""
-    if found := _requirement(owner, package):
-        wanted, extra = found
-        return f'pip install "{f"{owner}[{extra}]" if extra else wanted}"'
-    return f"install {package!r}, which {owner} imports"
-
-
-def _requirement(owner: str, package: str) -> tuple[str, str] | None:
-    """What a distribution requires for a package, and of which extra, "" for none."""
-    name = canonicalize_name(package)
-    with suppress(PackageNotFoundError, InvalidRequirement):
-        for line in requires(owner) or ():
-            if f"{canonicalize_name(Requirement(line).name)}-".startswith(f"{name}-"):
-                extra = re.search(r"""extra == ['"]([^'"]+)""", line)
-                return line.partition(";")[0].strip(), extra[1] if extra else ""
-    return None
+    return pip_install(owner, package) or f"install {package!r}, which {owner} imports"
 
 
 def check_defaults(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, PackageNotFoundError, requires
 from types import ModuleType
 from typing import Any, get_args, get_type_hints
 
@@ -236,3 +236,22 @@ def missing_hook(module: ModuleType, hook: str) -> str | None:
     if hasattr(getattr(module, hook, None), f"{PROJECT}_spec"):
         return None
     return f"{module.__name__} must declare the hook {hook}, marked @hookspec"
+
+
+def find_requirement(owner: str, package: str) -> tuple[str, str] | None:
+    """What a distribution requires for a package, and of which extra, "" for none."""
+    name = canonicalize_name(package)
+    with suppress(PackageNotFoundError, InvalidRequirement):
+        for line in requires(owner) or ():
+            if f"{canonicalize_name(Requirement(line).name)}-".startswith(f"{name}-"):
+                extra = re.search(r"""extra == ['"]([^'"]+)""", line)
+                return line.partition(";")[0].strip(), extra[1] if extra else ""
+    return None
+
+
+def pip_install(owner: str, package: str) -> str:
+    """The command that installs a package which a distribution requires; "" if it does not."""
+    if found := find_requirement(owner, package):
+        wanted, extra = found
+        return f'pip install "{f"{owner}[{extra}]" if extra else wanted}"'
+    return ""

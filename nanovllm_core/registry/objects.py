@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from nanovllm_core.errors import NanoVLLMError, PluginLoadError, describe_error, shown
 from nanovllm_core.interfaces.specs import ResolvedPlugin
+from nanovllm_core.registry.checks import pip_install
 from nanovllm_core.registry.discovery import UNKNOWN
 
 
@@ -27,7 +28,13 @@ def load_object(target: str | ResolvedPlugin) -> Any:
         for part in name.split("."):
             found = getattr(found, part)
     except (Exception, SystemExit) as error:
-        raise PluginLoadError(f"cannot load {impl!r}{owner}: {describe_error(error)}") from error
+        remedy = ""
+        if isinstance(error, ModuleNotFoundError) and isinstance(target, ResolvedPlugin):
+            package = (error.name or "").partition(".")[0]
+            remedy = pip_install(target.distribution, package)
+        raise PluginLoadError(
+            f"cannot load {impl!r}{owner}: {describe_error(error)}{remedy and f'; {remedy}'}"
+        ) from error
     return found
 
 

@@ -20,6 +20,7 @@ from nanovllm_core import __version__
 from nanovllm_core.cli.main import main, make_app
 from nanovllm_core.diagnostics import doctor
 from nanovllm_core.interfaces.doctor import DoctorCheck
+from nanovllm_core.registry import checks
 from nanovllm_core.registry.manager import get_plugin_manager
 
 Install = Callable[..., None]
@@ -167,7 +168,7 @@ def test_the_remedy_for_a_broken_plugin_follows_the_cause(
     install: Install, monkeypatch: pytest.MonkeyPatch, code: str, required: list[str], remedy: str
 ) -> None:
     """A module that is missing is to be installed."""
-    monkeypatch.setattr(doctor, "requires", {"fake-attention": required}.get)
+    monkeypatch.setattr(checks, "requires", {"fake-attention": required}.get)
     group = {"nanovllm.attention": {"fake": "fake_spec"}}
     install("fake-attention", group, {"fake_spec": BACKEND, "fake_code": code})
     assert examine()["attention fake"].remedy.startswith(remedy)
@@ -178,7 +179,7 @@ def test_a_plugin_whose_extra_was_left_out_is_not_wrong(
 ) -> None:
     """It cannot run here, and is told how it could; what to do next does not name it."""
     required = {"fake-attention": ['NoSuchModule-SDK>=1.3; extra == "trace"']}
-    monkeypatch.setattr(doctor, "requires", required.get)
+    monkeypatch.setattr(checks, "requires", required.get)
     group = {"nanovllm.attention": {"fake": "fake_spec"}}
     code = "import nosuchmodule.sdk\nclass Backend: pass"
     install("fake-attention", group, {"fake_spec": BACKEND, "fake_code": code})

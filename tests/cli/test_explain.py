@@ -270,6 +270,8 @@ def test_the_command_prints_seams_and_fails_where_an_engine_would_not_start(
     status, shown = run("--model", "demo", "--scheduler", "nosuch")
     assert status == 1
     assert "scheduler: no scheduler 'nosuch' is installed" in shown
+    result = CliRunner().invoke(make_app(), ["explain", "--model", "demo", "--scheduler", "nosuch"])
+    assert result.stderr == "An engine would not start: see scheduler.\n"
 
 
 def test_the_json_holds_every_seam() -> None:

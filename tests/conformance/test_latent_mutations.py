@@ -35,9 +35,12 @@ PRODUCTS = "test_every_head_has_its_own_product"
 ROWS = "test_latent_rows_are_keys_and_values"
 SIZES = "test_latent_sizes_and_heads_are_parameters"
 SCALE = "test_latent_scores_have_the_configured_scale"
+PACKED_SCALE = "test_packed_scores_have_the_configured_scale"
 PROMPTS = "test_packed_prompts_are_causal"
 CONTEXT = "test_packed_context_is_seen_whole"
 CALLS = "test_packed_calls_of_one_step_keep_their_plans"
+STARTS = "test_packed_plans_follow_changed_starts"
+LONG = "test_packed_calls_may_be_long_or_many"
 
 
 def bug(name: str, file: str, caught_by: str, *edits: tuple[str, str]) -> Mutation:
@@ -121,7 +124,7 @@ SDPA_BUGS = [
     bug(
         "the scale is that of a key, in prompts",
         "packed.py",
-        SCALE,
+        PACKED_SCALE,
         (
             "out_1HQX = self.kernel.causal(q, k, v, self.scale)",
             "out_1HQX = self.kernel.causal(q, k, v, q.shape[-1] ** -0.5)",
@@ -150,6 +153,39 @@ SDPA_BUGS = [
         "packed.py",
         CONTEXT,
         ("lse_HT[:, queries] = lse_HQ", "lse_HT[:, queries] = lse_HQ * 1.442695"),
+    ),
+    bug(
+        "a plan that is there is kept",
+        "packed.py",
+        STARTS,
+        ("        metadata.plan = ", "        metadata.plan = metadata.plan or "),
+    ),
+    bug(
+        "a plan is that of the step before at the same address",
+        "packed.py",
+        STARTS,
+        (
+            "        metadata.plan = list(zip(queries, keys, strict=True))",
+            "        plans = type(self).__dict__.get('plans') or {}\n"
+            "        type(self).plans = plans\n"
+            "        key = metadata.key_start_loc.data_ptr()\n"
+            "        metadata.plan = plans.setdefault(key, list(zip(queries, keys, strict=True)))",
+        ),
+    ),
+    bug(
+        "a context is cut at 512 keys",
+        "packed.py",
+        LONG,
+        (
+            "q_QHD, k, v = q_THD[queries], k_LHD[keys], v_LHV[keys]",
+            "q_QHD, k, v = q_THD[queries], k_LHD[keys][:512], v_LHV[keys][:512]",
+        ),
+    ),
+    bug(
+        "prompts beyond the 16th are left out",
+        "packed.py",
+        LONG,
+        ("for queries, keys in metadata.plan:", "for queries, keys in metadata.plan[:16]:"),
     ),
 ]
 

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(
 ROWS = "test_latent_rows_are_keys_and_values"
 SIZES = "test_latent_sizes_and_heads_are_parameters"
 SCALE = "test_latent_scores_have_the_configured_scale"
+PACKED_SCALE = "test_packed_scores_have_the_configured_scale"
 APART = "test_latent_rows_may_lie_apart"
 REPLAYS = "test_latent_steps_follow_changed_inputs"
 PROMPTS = "test_packed_prompts_are_causal"
@@ -90,7 +91,7 @@ MUTATIONS = [
         ("scale * LOG2_E", "scale * scale * LOG2_E"),
     ),
     bug(
-        "the scale of the row's size, in prompts", "packed.py", SCALE,
+        "the scale of the row's size, in prompts", "packed.py", PACKED_SCALE,
         ("scale * LOG2_E", "(q_THD.shape[2] ** -0.5) * LOG2_E"),
     ),
     bug(

@@ -17,6 +17,7 @@ from nanovllm_kit.attention_declarations import AttentionDeclarations
 from nanovllm_kit.attention_latent import AttentionLatent
 from nanovllm_kit.attention_memory import AttentionMemory
 from nanovllm_kit.attention_numbers import AttentionNumbers
+from nanovllm_kit.attention_packed import AttentionPacked
 from nanovllm_kit.attention_preparation import AttentionPreparation
 from nanovllm_kit.attention_replay import AttentionReplay
 from nanovllm_kit.attention_replay_prefill import AttentionPrefillReplay
@@ -27,6 +28,7 @@ from nanovllm_kit.attention_state import AttentionState
 # pytest runs the last base's checks first: what is declared, then the numbers of plain batches, so
 # that the first failure is the one that tells most, and what needs a plan or a graph behind them.
 class AttentionConformance(
+    AttentionPacked,
     AttentionLatent,
     AttentionPrefillReplay,
     AttentionReplay,

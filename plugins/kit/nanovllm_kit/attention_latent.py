@@ -1,4 +1,4 @@
-"""Checks of latent attention: absorbed queries over cached rows, and packed calls of prompts."""
+"""Checks of latent attention: absorbed queries over cached rows."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ USUAL = LatentSizes()
 SMALL = LatentSizes(latent=32, rotated=16, nope=16, value=16)
 ODD = LatentSizes(latent=40, rotated=8, nope=24, value=20)
 """No power of two but the rotated part, and four sizes that differ."""
-WIDE_VALUES = LatentSizes(latent=32, rotated=8, nope=8, value=24)
-"""A head's value is longer than its key."""
 
 
 class LatentUnderTest(BackendUnderTest):
@@ -110,14 +108,14 @@ class LatentUnderTest(BackendUnderTest):
         __tracebackhide__ = True
         assert_near(case, self.prefill(case), what)
 
-    def check_packed(self, case: PackedCase, what: str) -> None:
-        """Fail where a backend of its own is off the reference."""
+    def check_packed(self, case: PackedCase, what: str, **options: Any) -> None:
+        """Fail where a backend of its own is off the reference; see `PackedCase.check`."""
         __tracebackhide__ = True
-        case.check(self.backend(case.config()), what)
+        case.check(self.backend(case.config()), what, **options)
 
 
-class AttentionLatent(AttentionSubject):
-    """Of backends that declare `latent`."""
+class LatentSubject(AttentionSubject):
+    """The fixtures of backends that declare `latent`."""
 
     @pytest.fixture
     def latent(self, subject: BackendUnderTest, plugin: PluginUnderTest) -> LatentUnderTest:
@@ -152,12 +150,9 @@ class AttentionLatent(AttentionSubject):
             pytest.skip("these options refuse prompts over latent rows")
         return latent
 
-    @pytest.fixture
-    def latent_prefiller(self, latent: LatentUnderTest) -> LatentUnderTest:
-        """The same, of a backend that prefills."""
-        if "prefill" not in latent.phases:
-            pytest.skip("declares no prefill")
-        return latent
+
+class AttentionLatent(LatentSubject):
+    """Of decode, and of prompts of captured steps."""
 
     def test_latent_rows_are_keys_and_values(self, latent_decoder: LatentUnderTest) -> None:
         """Rows of all lengths beside one another, and a padded one; blocks of others hold NaN."""
@@ -177,16 +172,6 @@ class AttentionLatent(AttentionSubject):
         for num_heads in (1, 2, 5, 17, 128):
             case = latent_decoder.case([33, 2], num_heads=num_heads)
             latent_decoder.check(case, f"{num_heads} heads", phases=("decode",))
-
-    def test_latent_scores_have_the_configured_scale(self, latent: LatentUnderTest) -> None:
-        """That of a head's key before absorption, which the row's size does not tell."""
-        for scale in (0.05, 0.6):
-            if "decode" in latent.phases:
-                case = replace(latent.case([40, 17]), scale=scale)
-                latent.check(case, f"scale {scale}", phases=("decode",))
-            if "prefill" in latent.phases:
-                packed = latent.packed([20, 5], [20, 5], causal=True)
-                latent.check_packed(replace(packed, scale=scale), f"scale {scale}")
 
     def test_latent_rows_may_lie_apart(self, latent: LatentUnderTest) -> None:
         """In slots that are wider than a row, with NaN behind it; only the output is written."""
@@ -291,58 +276,8 @@ class AttentionLatent(AttentionSubject):
         except HostReadError as error:
             pytest.skip(f"on a CPU, where it may, {error}")
 
-    def test_packed_prompts_are_causal(self, latent_prefiller: LatentUnderTest) -> None:
-        """Each sequence sees its own keys up to its query's; lengths around every tile."""
-        lens = [*(n for n in EDGES if n < 100), 1, 130]
-        latent_prefiller.check_packed(latent_prefiller.packed(lens, lens, causal=True), "prompts")
-        case = latent_prefiller.packed([5, 1, 17], [40, 64, 17], causal=True)
-        latent_prefiller.check_packed(case, "fewer queries than keys")
-
-    def test_packed_context_is_seen_whole(self, latent_prefiller: LatentUnderTest) -> None:
-        """By every query of its sequence; one without keys gets zeros and -inf."""
-        for queries, keys in (
-            ([7, 1, 40], [64, 0, 33]),
-            ([1], [200]),
-            ([3, 5], [0, 0]),
-            ([0, 6, 2], [5, 1, 0]),
-        ):
-            case = latent_prefiller.packed(queries, keys, causal=False)
-            latent_prefiller.check_packed(case, "context")
-
-    def test_a_broken_packed_sequence_harms_no_other(
-        self, latent_prefiller: LatentUnderTest
-    ) -> None:
-        """NaN in its keys and values is not in the results of those before and behind it."""
-        for causal in (True, False):
-            case = latent_prefiller.packed([33, 40, 70, 5], [33, 40, 70, 20], causal=causal)
-            backend = latent_prefiller.backend(case.config())
-            for broken in (1, 2):
-                case.check(backend, "beside NaN", broken=broken)
-
-    def test_packed_sizes_and_heads_are_parameters(self, latent_prefiller: LatentUnderTest) -> None:
-        """192 and 128, and others, in every dtype; values may be longer than keys."""
-        for sizes in (USUAL, SMALL, ODD, WIDE_VALUES):
-            if latent_prefiller.served(sizes):
-                for dtype in latent_prefiller.dtypes:
-                    for causal in (True, False):
-                        case = latent_prefiller.packed(
-                            [33, 4], [33, 20], causal=causal, sizes=sizes, dtype=dtype
-                        )
-                        latent_prefiller.check_packed(case, dtype)
-        case = latent_prefiller.packed([9, 4], [9, 20], causal=True, num_heads=16)
-        latent_prefiller.check_packed(case, "16 heads")
-
-    def test_packed_calls_of_one_step_keep_their_plans(
-        self, latent_prefiller: LatentUnderTest
-    ) -> None:
-        """All are planned before the first layer; every layer runs each, in any order."""
-        own = latent_prefiller.packed([7, 20], [7, 20], causal=True)
-        first = latent_prefiller.packed([7, 20], [33, 0], causal=False, seed=1)
-        second = latent_prefiller.packed([7, 20], [2, 31], causal=False, seed=2)
-        backend = latent_prefiller.backend(first.config())
-        calls = [(case, case.metadata()) for case in (own, first, second)]
-        for _, metadata in calls:
-            backend.plan_packed(metadata)
-        for _ in range(2):
-            for case, metadata in calls:
-                case.check(backend, "one of several calls", metadata)
+    def test_latent_scores_have_the_configured_scale(self, latent_decoder: LatentUnderTest) -> None:
+        """That of a head's key before absorption, which the row's size does not tell."""
+        for scale in (0.05, 0.6):
+            case = replace(latent_decoder.case([40, 17]), scale=scale)
+            latent_decoder.check(case, f"scale {scale}", phases=("decode",))

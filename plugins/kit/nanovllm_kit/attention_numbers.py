@@ -41,13 +41,6 @@ class AttentionNumbers(AttentionSubject):
         lengths = [*(n for n in EDGES if n < 100), prefiller.longest // 2]
         prefiller.check(prefiller.case(lengths, lengths), "whole prompts")
 
-    def test_the_scale_is_applied_once(self, subject: BackendUnderTest) -> None:
-        """The configuration gives the softmax scale; it need not be 1 / sqrt(head size)."""
-        for scale in (0.25, 1.0):
-            subject.check(replace(subject.case([40, 17]), scale=scale), f"scale {scale}")
-            chunks = replace(subject.case([40, 17], [20, 17]), scale=scale)
-            subject.check(chunks, f"scale {scale}")
-
     def test_chunks_continue_the_context_in_the_blocks(self, prefiller: BackendUnderTest) -> None:
         """A chunk's queries are the last positions of its sequence, behind what came before."""
         lengths = [7, 64, 128, 129, prefiller.longest // 2, 97]
@@ -65,6 +58,13 @@ class AttentionNumbers(AttentionSubject):
             chunk = replace(whole, q_THD=queries, query_lens=(end - start,), seq_lens=(end,))
             out = prefiller.prefill(chunk)
             assert_near(chunk, out, f"tokens {start} to {end} of 120", expected[start:end])
+
+    def test_the_scale_is_applied_once(self, subject: BackendUnderTest) -> None:
+        """The configuration gives the softmax scale; it need not be 1 / sqrt(head size)."""
+        for scale in (0.25, 1.0):
+            subject.check(replace(subject.case([40, 17]), scale=scale), f"scale {scale}")
+            chunks = replace(subject.case([40, 17], [20, 17]), scale=scale)
+            subject.check(chunks, f"scale {scale}")
 
     def test_no_key_is_lost_wherever_it_lies(self, subject: BackendUnderTest) -> None:
         """One key outweighs all others: first, last, and at every edge of a tile or a block."""

@@ -25,6 +25,9 @@ from nanovllm_kit.paged_attention import REL_NORM, PagedCase, make_case
 LSE_ERROR = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-3}
 """How far a log-sum-exp may be off, by the dtype of the inputs: it is computed in float32."""
 
+KEY_GAP = 16
+"""Numbers between the keys of a packed call: a whole number of pieces that hardware copies."""
+
 
 @dataclass(frozen=True, slots=True)
 class LatentSizes:
@@ -143,17 +146,21 @@ class PackedCase:
         self,
         backend: AttentionBackend,
         what: str,
-        planned: PackedMetadata | None = None,
+        metadata: PackedMetadata | None = None,
         *,
+        plans: bool = False,
         broken: int | None = None,
+        rel_norm: float | None = None,
     ) -> None:
         """Fail, naming the call, where the output or the log-sum-exp is off the reference.
 
-        `broken` is a sequence whose keys and values become NaN; its own results are not compared.
+        `metadata` has its plan, unless `plans`. `broken` is a sequence whose keys and values become
+        NaN; its own results are not compared. `rel_norm`: another bound of the output's error.
         """
         __tracebackhide__ = True
-        metadata = planned or self.metadata()
-        if planned is None:
+        if metadata is None:
+            metadata, plans = self.metadata(), True
+        if plans:
             backend.plan_packed(metadata)
         expected_THV, expected_HT = self.expected()
         case, compared_T = self, torch.ones(len(self.q_THD), dtype=torch.bool)
@@ -166,7 +173,7 @@ class PackedCase:
             out_THV, lse_HT = case.run(backend, metadata, with_lse=with_lse)
             try:
                 out, expected = out_THV[compared_T].double(), expected_THV[compared_T]
-                assert_close_report(out, expected, rel_norm=REL_NORM[dtype])
+                assert_close_report(out, expected, rel_norm=rel_norm or REL_NORM[dtype])
                 if lse_HT is not None:
                     _assert_lse(lse_HT[:, compared_T], expected_HT[:, compared_T], LSE_ERROR[dtype])
             except AssertionError as error:
@@ -220,7 +227,7 @@ def make_packed_case(
     total = sum(key_lens)
     return PackedCase(
         q_THD=randn(sum(query_lens), num_heads, key_size),
-        k_LHD=randn(total, num_heads, key_size),
+        k_LHD=randn(total, num_heads, key_size, gap=KEY_GAP),
         v_LHV=randn(total, num_heads, sizes.value, gap=sizes.nope),
         query_lens=tuple(query_lens),
         key_lens=tuple(key_lens),
