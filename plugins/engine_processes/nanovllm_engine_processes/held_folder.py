@@ -43,6 +43,10 @@ class HeldFolder:
         # First, for a signal may end the process as soon as the folder is there.
         self.remove = weakref.finalize(self, _remove, self.path, files, os.getpid())
         self.path.mkdir(mode=0o700)
+        # systemd-tmpfiles spares a locked folder, and all beneath it, however old its files are.
+        handle = os.open(self.path, os.O_RDONLY)
+        files.callback(os.close, handle)
+        fcntl.flock(handle, fcntl.LOCK_SH)
         unlocked = self.path / f"{LOCK}.new"
         file = files.enter_context(unlocked.open("w"))
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -47,6 +48,17 @@ def test_the_folder_of_a_killed_process_goes_when_the_next_is_made(place: Path, 
     assert {*place.iterdir()} == {held.path, other.path}
     held.remove()
     assert [*place.iterdir()] == [other.path]
+
+
+def test_the_folder_itself_is_locked_for_cleaners_of_temporary_files(place: Path) -> None:
+    """systemd-tmpfiles leaves a folder alone that another process has locked."""
+    held = HeldFolder(PREFIX)
+    folder = os.open(held.path, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    held.remove()
+    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(folder)
 
 
 def test_folders_beside_each_other_stay_until_they_are_removed(place: Path) -> None:

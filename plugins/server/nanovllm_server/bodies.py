@@ -63,7 +63,9 @@ class Body(BaseModel):
             raise ValueError(f"{len(given)} fields; a body has at most {MAX_FIELDS}")
         for name in given.keys() & cls.NEUTRAL.keys():
             value, neutral = given[name], cls.NEUTRAL[name]
-            if value is not None and value not in neutral:
+            # Python holds 0 for False and 1 for True.
+            same = (one for one in neutral if isinstance(one, bool) is isinstance(value, bool))
+            if value is not None and value not in same:
                 raise refused_field(
                     f"{name} is {shown(value)}, and this server does not support {name}; leave "
                     "it out",

@@ -124,7 +124,12 @@ def of_engine(error: BaseException, prompt: str | None = None) -> ApiError:
         field = _named_field(str(error))
         return refused(str(error), field if field == "chat_template_kwargs" else prompt)
     if isinstance(error, EngineClosedError):
-        return ApiError(503, "the engine has ended; ask the server's operator", code="engine_ended")
+        return ApiError(
+            503,
+            "the engine has ended; send the request again: a server replaces its engine, or ends",
+            code="engine_ended",
+            headers={"retry-after": "1"},
+        )
     if isinstance(error, NanoVLLMError):
         # The message is the operator's: it may name paths of this machine.
         log.error("a request failed: %s: %s", type(error).__name__, clip(str(error), 500))
@@ -184,7 +189,7 @@ def _remedy(request: Request, error: HTTPException) -> str:
     """What the router's own 404 and 405, which are a phrase alone, leave out."""
     asked = f": {request.method} {clip(request.url.path, 200)}"
     if error.status_code == 404:
-        return f"{asked}; GET /openapi.json lists the routes"
+        return f"{asked}; GET /openapi.json lists those of the API"
     if error.status_code == 405 and error.headers and "Allow" in error.headers:
         return f"{asked}; use {error.headers['Allow']}"
     return asked

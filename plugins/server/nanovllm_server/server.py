@@ -114,7 +114,7 @@ def make_watched_server(
 
 
 def settings_name(settings: ServerSettings, model: str) -> str:
-    """The name that answers carry."""
+    """The first name, which an answer carries if its request has none."""
     return (settings.served_model_name or (model,))[0]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, field_validator
 from pydantic_core import InitErrorDetails
 
 from nanovllm_core.config import explain_options
@@ -46,8 +46,8 @@ class ServerSettings(ServerSection):
     """Processes that speak HTTP, tokenise and make text, the fronts; they share the engine and the
     address. More than one needs Linux, and at least as many cores beside the engine's."""
     served_model_name: Names = ()
-    """The names of the model, one or a list: requests may use any, answers carry the first. Left
-    out, `model` as it was given."""
+    """The names of the model, one or a list: requests may use any, and answers carry the one that
+    was used, else the first. Left out, `model` as it was given."""
     keys: Annotated[tuple[ApiKey, ...], Field(strict=False)] = ()
     """API keys, as `nanovllm serve-key` prints them. The environment variable `SERVE_API_KEY`
     adds one in plain text, of at least 16 printable ASCII characters. Without any key everybody who
@@ -58,6 +58,15 @@ class ServerSettings(ServerSection):
     """Listen beyond this machine without any key."""
     public_paths: Texts = ("/", "/health", "/ready", "/page/")
     """They need no key. One that ends in `/` stands for all beneath it, except `/` itself."""
+
+    @field_validator("public_paths")
+    @classmethod
+    def _begin_at_the_root(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
+        for path in paths:
+            if not path.startswith("/"):
+                raise ValueError(f"{path!r} begins without a slash, so no request has it: /{path}")
+        return paths
+
     isolate_prefix_cache: bool = True
     """Requests share cached prefixes only with those of the same key, so that no tenant learns
     another's prompt from the time of its own."""

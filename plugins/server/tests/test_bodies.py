@@ -202,6 +202,16 @@ def test_a_template_that_refuses_is_400(llm: AsyncLLM, monkeypatch: pytest.Monke
     assert "roles must alternate" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(("value", "status"), [(False, 200), (None, 200), (0, 400), (True, 400)])
+def test_a_field_that_is_not_supported_takes_its_neutral_value_alone(
+    llm: AsyncLLM, value: object, status: int
+) -> None:
+    """Python holds 0 for False."""
+    body = {**LEAST[ChatBody], "max_tokens": 1, "store": value}
+    answer = TestClient(make_app(llm, ServerSettings())).post("/v1/chat/completions", json=body)
+    assert answer.status_code == status, answer.text
+
+
 def test_developer_is_the_system(server_url: str) -> None:
     def tokens(role: str) -> Any:
         messages = [{"role": role, "content": "Be kind."}, {"role": "user", "content": "Hi"}]

@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 import yaml
 from hypothesis import given, settings, strategies as st
+from pydantic import ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm_core.errors import ConfigError
@@ -756,6 +757,7 @@ def test_requests_without_key_and_salt_share() -> None:
         lambda limits: limits.check_messages([""] * 5000),
         lambda _: check_template_kwargs({"a": "x" * 20_000}),
         lambda _: check_stops(["x" * 1500] * 2),
+        lambda _: check_stops(["whole", "half \ud800"]),
         lambda _: check_arguments({"constraints": {"a": {"b": "x" * 2**20}}}, 1),
         lambda _: check_arguments({"logits_processors": {str(i): {} for i in range(9000)}}, 16),
         lambda _: check_echo(["x" * 2**20, "y" * 2**20], 9),
@@ -767,6 +769,13 @@ def test_what_is_too_large_is_400_before_it_is_encoded(check: object) -> None:
         check(PromptLimits.of(10))  # type: ignore[operator]
     assert caught.value.status == 400
     assert caught.value.param
+
+
+def test_a_public_path_that_no_request_has_is_refused() -> None:
+    """Or a probe of it would get 401, and restart the server for ever."""
+    assert ServerSettings(public_paths=("/", "/health")).public_paths == ("/", "/health")
+    with pytest.raises(ValidationError, match="'health' begins without a slash"):
+        ServerSettings(public_paths=("/", "health"))
 
 
 # -- all of them

@@ -132,6 +132,9 @@ def test_an_error_has_its_status_or_ends_the_stream_as_an_event(
         sent = collect(response)
         assert sent[0]["status"] == (200 if after else status)
         assert sum(message["type"] == "http.response.start" for message in sent) == 1
+        # Another server, or the engine that follows, may answer soon.
+        again = (b"retry-after", b"1") in sent[0]["headers"]
+        assert again == (code == "engine_ended" and not after)
         assert not sent[-1].get("more_body", False)
         *texts, last = events_of(sent)
         assert len(texts) <= after

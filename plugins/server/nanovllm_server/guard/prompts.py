@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm_server.errors import ApiError
+from nanovllm_core.errors import shown
+from nanovllm_server.errors import ApiError, as_unicode
 
 CHARACTERS_PER_TOKEN = 16
 """A text of more for each token of the model's length is refused unread; English has about 4."""
@@ -125,7 +126,15 @@ def check_logprobs(num_alternatives: int | None, num_tokens: int) -> None:
 
 
 def check_stops(stops: Sequence[str]) -> None:
-    """Refuse stop strings that would take long to look for."""
+    """Refuse stop strings that would take long to look for, or that are no Unicode text."""
+    for stop in stops:
+        if as_unicode(stop) != stop:
+            raise ApiError(
+                400,
+                f"the stop string {shown(stop)} has half of a surrogate pair, which is no Unicode "
+                "text; send the whole character",
+                param="stop",
+            )
     size = sum(map(len, stops))
     if size > MAX_STOP_CHARACTERS:
         raise ApiError(
