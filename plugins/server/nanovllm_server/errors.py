@@ -189,7 +189,7 @@ def _remedy(request: Request, error: HTTPException) -> str:
     """What the router's own 404 and 405, which are a phrase alone, leave out."""
     asked = f": {request.method} {clip(request.url.path, 200)}"
     if error.status_code == 404:
-        return f"{asked}; GET /openapi.json lists those of the API"
+        return f"{asked}; GET /openapi.json lists the API's routes"
     if error.status_code == 405 and error.headers and "Allow" in error.headers:
         return f"{asked}; use {error.headers['Allow']}"
     return asked

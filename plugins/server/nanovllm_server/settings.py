@@ -58,15 +58,6 @@ class ServerSettings(ServerSection):
     """Listen beyond this machine without any key."""
     public_paths: Texts = ("/", "/health", "/ready", "/page/")
     """They need no key. One that ends in `/` stands for all beneath it, except `/` itself."""
-
-    @field_validator("public_paths")
-    @classmethod
-    def _begin_at_the_root(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
-        for path in paths:
-            if not path.startswith("/"):
-                raise ValueError(f"{path!r} begins without a slash, so no request has it: /{path}")
-        return paths
-
     isolate_prefix_cache: bool = True
     """Requests share cached prefixes only with those of the same key, so that no tenant learns
     another's prompt from the time of its own."""
@@ -83,6 +74,14 @@ class ServerSettings(ServerSection):
     middleware; the first one's middleware is the outermost."""
     tracing: TracingSettings | None = None
     """Traces by OpenTelemetry (the extra `tracing`); left out, none are made."""
+
+    @field_validator("public_paths")
+    @classmethod
+    def _begin_at_the_root(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
+        for path in paths:
+            if not path.startswith("/"):
+                raise ValueError(f"{path!r} begins without a slash, so no request has it: /{path}")
+        return paths
 
 
 def parse_settings(section: object, flags: Mapping[str, object] | None = None) -> ServerSettings:
