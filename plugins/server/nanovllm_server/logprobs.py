@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +45,10 @@ class TokenTexts:
         tokenizer = self._tokenizer
         return TextOffsets(self, None if tokenizer is None else tokenizer.detokenizer())
 
+    def has_text(self, token_id: int) -> bool:
+        """False for tokens that are left out of an answer's text, such as the end of a sequence."""
+        return self._tokenizer is not None and self._tokenizer.has_text(token_id)
+
     def _read(self, token_id: int) -> tuple[str, bytes]:
         if self._tokenizer is None:
             return f"token_id:{token_id}", b""
@@ -61,30 +66,52 @@ class TokenTexts:
 class TextOffsets:
     """Where the tokens of one choice begin in its text, as they come.
 
-    Parts of a character begin where the first of them does. A token without text, such as the end
+    A token begins at the character that holds its first byte. A token without text, such as the end
     of a sequence, begins where the next text does.
     """
 
     def __init__(self, texts: TokenTexts, detokenizer: Detokenizer | None) -> None:
         self._texts = texts
         self._detokenizer = detokenizer
+        self._decoder = getincrementaldecoder("utf-8")("replace")
         self._end = 0
-        """Of the text that is complete."""
-        self._holds_part = False
-        """True behind a part of a character that is not complete."""
+        """Characters that are complete, or can no longer be, whether or not their text is there."""
+        self._given = 0
+        """Characters of the text that is there."""
 
     def take(self, token_ids: Sequence[int]) -> list[int]:
         """The offsets of further tokens."""
         return [self._take_one(token_id) for token_id in token_ids]
 
     def _take_one(self, token_id: int) -> int:
-        begin, own = self._end, self._texts[token_id][0]
-        text = self._detokenizer.push([token_id]) if self._detokenizer else ""
-        self._end += len(text)
-        if self._holds_part and text.endswith(own):  # What came before is no character's part.
-            begin = self._end - len(own)
-        self._holds_part = not text and (self._holds_part or REPLACEMENT in own)
+        if self._detokenizer is None or not self._texts.has_text(token_id):
+            return self._end
+        own, raw = self._texts[token_id]
+        follows_part = self._holds_part
+        begin = self._count(raw) if follows_part or REPLACEMENT in own else self._end
+        text = self._detokenizer.push([token_id])
+        self._given += len(text)
+        if text and not text.endswith(REPLACEMENT):  # All text is there.
+            if follows_part:  # Some vocabularies write U+FFFD for each byte of a broken character.
+                begin += self._given - self._end
+            self._end = self._given
         return begin
+
+    def _count(self, raw: bytes) -> int:
+        """Add a token's characters to `_end`; where the one that holds its first byte stands."""
+        self._end += len(self._decoder.decode(raw[:1]))
+        begin = self._end if self._is_in_character else self._end - 1
+        self._end += len(self._decoder.decode(raw[1:]))
+        return begin
+
+    @property
+    def _is_in_character(self) -> bool:
+        return self._decoder.getstate()[0] != b""
+
+    @property
+    def _holds_part(self) -> bool:
+        """True behind tokens whose text is not there yet."""
+        return self._is_in_character or self._end != self._given
 
 
 def _finite(logprob: float) -> float:

@@ -304,6 +304,9 @@ def test_an_offset_is_where_a_tokens_text_begins(llm: AsyncLLM) -> None:
         ([letter, first, second, third, letter], [0, 1, 1, 1, 2]),
         ([first, second, third] * 2, [0, 0, 0, 1, 1, 1]),
         ([first, letter, second, letter], [0, 1, 2, 3]),
+        ([first, first, first, letter], [0, 1, 2, 3]),
+        ([first, first, second, third, letter], [0, 1, 1, 1, 2]),
+        ([third, third, end, letter], [0, 1, 2, 2]),
     ):
         assert texts.offsets().take(ids) == wanted
         streamed = texts.offsets()
