@@ -19,6 +19,9 @@ LOCK = "lock"
 _files: weakref.WeakSet[ExitStack] = weakref.WeakSet()
 """The files that are locked. A fork closes its own, or it would hold the folders of its parent."""
 
+_held: weakref.WeakValueDictionary[Path, HeldFolder] = weakref.WeakValueDictionary()
+"""The folders that this process holds."""
+
 
 def _close_files() -> None:
     for files in tuple(_files):
@@ -38,17 +41,22 @@ class HeldFolder:
     def __init__(self, prefix: str) -> None:
         sweep(prefix)
         self.path = Path(tempfile.gettempdir()) / f"{prefix}{token_hex(4)}"
-        files = ExitStack()
-        _files.add(files)
+        self._locks = ExitStack()
+        _files.add(self._locks)
+        _held[self.path] = self
         # First, for a signal may end the process as soon as the folder is there.
-        self.remove = weakref.finalize(self, _remove, self.path, files, os.getpid())
+        self.remove = weakref.finalize(self, _remove, self.path, self._locks, os.getpid())
+        self.make()
+
+    def make(self) -> None:
+        """Make the folder and lock it."""
         self.path.mkdir(mode=0o700)
         # systemd-tmpfiles spares a locked folder, and all beneath it, however old its files are.
         handle = os.open(self.path, os.O_RDONLY)
-        files.callback(os.close, handle)
+        self._locks.callback(os.close, handle)
         fcntl.flock(handle, fcntl.LOCK_SH)
         unlocked = self.path / f"{LOCK}.new"
-        file = files.enter_context(unlocked.open("w"))
+        file = self._locks.enter_context(unlocked.open("w"))
         fcntl.flock(file, fcntl.LOCK_EX)
         unlocked.rename(self.path / LOCK)  # Nobody sees a lock that is not held yet.
 
@@ -62,6 +70,13 @@ def _remove(path: Path, files: ExitStack, pid: int) -> None:
             path.rename(removed)
         shutil.rmtree(removed, ignore_errors=True)
     files.close()
+
+
+def make_again(path: Path) -> None:
+    """Make a folder that this process holds, if another program has removed it."""
+    held = _held.get(path)
+    if held is not None and held.remove.alive and not path.exists():
+        held.make()
 
 
 def sweep(prefix: str) -> None:

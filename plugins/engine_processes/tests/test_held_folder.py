@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm_engine_processes.held_folder import HeldFolder
+from nanovllm_engine_processes.held_folder import HeldFolder, make_again, sweep
 
 PREFIX = "nanovllm-test-"
 PROGRAM = """\
@@ -59,6 +60,22 @@ def test_the_folder_itself_is_locked_for_cleaners_of_temporary_files(place: Path
     held.remove()
     fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(folder)
+
+
+def test_a_folder_that_another_program_removed_is_made_again(place: Path) -> None:
+    """It is locked again, and removed like the first. One that is there stays as it is."""
+    held = HeldFolder(PREFIX)
+    shutil.rmtree(held.path)
+    make_again(held.path)
+    (held.path / "1-x.values").write_text("counts")
+    make_again(held.path)
+    sweep(PREFIX)
+    assert (held.path / "1-x.values").exists()
+    assert held.path.stat().st_mode & 0o777 == 0o700
+    held.remove()
+    make_again(held.path)
+    make_again(place / "another")
+    assert [*place.iterdir()] == []
 
 
 def test_folders_beside_each_other_stay_until_they_are_removed(place: Path) -> None:

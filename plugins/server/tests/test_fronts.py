@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -30,7 +31,7 @@ from nanovllm_server.fronts.fronts import MAX_ENDS, START_SECONDS, Fronts
 from nanovllm_server.guard.hosts import check_address
 from nanovllm_server.guard.keys import hash_key
 from nanovllm_server.settings import ServerSettings
-from nanovllm_server.watch.watch import observed
+from nanovllm_server.watch.watch import folder_of, observed
 
 from .test_engine_process import Stream, children_of, get, is_gone, post, wait_for
 
@@ -390,6 +391,16 @@ def test_a_front_that_never_listens_is_killed_once_there_is_an_engine(unstarted:
     unstarted._end_silent(2.0)
     unstarted._end_silent(2.0)
     assert killed == [0]
+
+
+def test_a_new_engine_starts_though_the_folder_of_counts_was_removed(unstarted: Fronts) -> None:
+    """And fronts that start later have their folder in it."""
+    folder = folder_of(unstarted._config)
+    assert folder is not None
+    shutil.rmtree(folder)
+    unstarted._start_again()
+    assert unstarted._start_error is None
+    assert (folder / "http").is_dir()
 
 
 def test_a_second_server_cannot_share_the_address_of_one_that_is_starting(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ import pytest
 from nanovllm_core import AsyncLLM, load_config
 from nanovllm_server.server import address, make_watched_server
 from nanovllm_server.settings import parse_settings
-from nanovllm_server.watch.watch import observed
+from nanovllm_server.watch.watch import folder_of, observed
 
 SERVER = Path(__file__).with_name("breaking_server.py")
 
@@ -100,29 +101,58 @@ def test_probes_say_503_while_a_step_hangs_and_no_client_hangs() -> None:
     llm.close()
 
 
-def test_a_server_with_a_new_engine_serves_on() -> None:
-    """With `on_engine_death: restart`: the client of the old one gets an error, the next one text;
-    what was counted stays counted, and the request that ended with its engine is."""
+@contextmanager
+def breaking() -> Iterator[tuple[str, Path, Callable[[], None]]]:
+    """A server that replaces its engine: its address, its folder of counts, and what breaks the
+    engine; that returns once another one serves."""
     values = {"device": "cpu", "limits": {"max_num_seqs": 2}, "cache": {"num_blocks": 256}}
     with observed(load_config("demo", overrides=values)) as config:
         llm = AsyncLLM.from_config(config)
-        executor: Any = llm.engine._executor
+        executor, patch = type(llm.engine._executor), pytest.MonkeyPatch()
+        folder = folder_of(config)
+        assert folder is not None
 
-        def fail() -> Any:
+        def fail_once(_: object) -> Any:
+            patch.undo()
             raise RuntimeError("the device is gone")
 
-        with served(llm, health={"ping_s": 0.05, "on_engine_death": "restart"}) as url:
-            assert complete(url) == 200
-            before = counted(url)
-            assert counted(url, ERRORS) == 0
-            executor.collect = fail
+        def break_engine() -> None:
+            patch.setattr(executor, "collect", fail_once)
             assert complete(url) >= 500
             wait_for(lambda: get(f"{url}/ready")[0] == 503)
             wait_for(lambda: get(f"{url}/ready")[0] == 200)
-            assert complete(url) == 200
-            assert counted(url) >= before + 5
-            assert counted(url, ERRORS) == 1
+
+        with served(llm, health={"ping_s": 0.05, "on_engine_death": "restart"}) as url:
+            yield url, folder, break_engine
         llm.close()
+
+
+def test_a_server_with_a_new_engine_serves_on() -> None:
+    """With `on_engine_death: restart`: the client of the old one gets an error, the next one text;
+    what was counted stays counted, and the request that ended with its engine is."""
+    with breaking() as (url, _, break_engine):
+        assert complete(url) == 200
+        before = counted(url)
+        assert counted(url, ERRORS) == 0
+        break_engine()
+        assert complete(url) == 200
+        assert counted(url) >= before + 5
+        assert counted(url, ERRORS) == 1
+
+
+def test_a_new_engine_starts_though_the_folder_of_counts_was_removed() -> None:
+    """By hand, or by a cleaner of temporary files. The new one has it again, for this user alone,
+    and the server removes it; requests that end with that engine count too."""
+    with breaking() as (url, folder, break_engine):
+        assert complete(url) == 200
+        shutil.rmtree(folder)
+        break_engine()
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert complete(url) == 200
+        assert counted(url) >= 5
+        break_engine()
+        assert counted(url, ERRORS) == 1
+    assert not folder.exists()
 
 
 TOKENS = 'generation_tokens_total{model_name="demo"}'

@@ -19,6 +19,7 @@ from nanovllm_core import EngineConfig
 from nanovllm_core.api import ConfigError
 from nanovllm_core.frontend import EngineClient, open_engine
 from nanovllm_core.selection import Decisions
+from nanovllm_engine_processes.held_folder import make_again
 from nanovllm_engine_processes.sharing import EngineShare
 from nanovllm_server.fronts.process import DRAIN, EXIT, FrontProcess, FrontStart
 from nanovllm_server.guard.assemble import make_ledger
@@ -242,6 +243,8 @@ class Fronts:
             with suppress(Exception):  # It is broken: what it cannot free, it cannot.
                 if self._client is not None:
                     self._client.close()
+            make_again(self._http_folder.parent)
+            self._http_folder.mkdir(exist_ok=True)
             self._open_engine()
         except Exception as error:
             self._start_error = error

@@ -36,9 +36,9 @@ PROBE_IDS = [0]
 class EngineMonitor:
     """Asks the engine every `ping_s` seconds whether it lives. Made with a started engine.
 
-    `replace` is called with the engine that takes the place of one that ended, and `end` with the
-    error of an engine that none replaces; both on the monitor's thread. `sample` gets the counters
-    of each answer.
+    `prepare` is called before an engine takes the place of one that ended, `replace` with that
+    engine, and `end` with the error of an engine that none replaces; all on the monitor's thread.
+    `sample` gets the counters of each answer.
     """
 
     def __init__(
@@ -47,12 +47,14 @@ class EngineMonitor:
         settings: HealthSettings,
         *,
         sample: Callable[[EngineStats], None] = lambda stats: None,
+        prepare: Callable[[], None] = lambda: None,
         replace: Callable[[AsyncLLM], None] = lambda llm: None,
         end: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self._llm = llm
         self._settings = settings
         self._sample = sample
+        self._prepare = prepare
         self._replace = replace
         self._end = end
         self._answered = monotonic()
@@ -177,6 +179,7 @@ class EngineMonitor:
             try:
                 with suppress(Exception):  # It is broken: what it cannot free, it cannot.
                     self._llm.close()
+                self._prepare()
                 self._llm = AsyncLLM.from_config(self._llm.config)
                 self._replace(self._llm)
             except Exception as restart_error:

@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute, Route, Router
 
 from nanovllm_core import AsyncLLM, EngineConfig
 from nanovllm_core.api import ConfigError
-from nanovllm_engine_processes.held_folder import HeldFolder
+from nanovllm_engine_processes.held_folder import HeldFolder, make_again
 from nanovllm_server.guard.drain import handled
 from nanovllm_server.watch.exposition import (
     OTHER,
@@ -101,10 +101,11 @@ class Watch:
     def __init__(self, service: Service, front: FrontFacts) -> None:
         llm, settings = service.llm, service.settings
         folder, model_name = folder_of(llm.config), service.names[0]
-        if folder is not None:
-            requests = ValuesFile(folder, LAYOUT).counter(REQUESTS)
-            service.count_lost = partial(requests.add, label_value="error")
         self._service = service
+        self._folder = folder
+        self._lost: ValuesFile | None = None
+        """Where this process counts the requests that end with their engine."""
+        self._count_lost()
         self._given = llm
         self._stop_server: Callable[[], None] = lambda: None
         live = LiveFacts(folder)
@@ -112,6 +113,7 @@ class Watch:
             llm,
             settings.health,
             sample=live.sample,
+            prepare=self._prepare,
             replace=self._replace,
             end=lambda error: self._stop_server(),
         )
@@ -188,8 +190,22 @@ class Watch:
             seconds = self._service.settings.health.stuck_after_s
             await to_thread(close_within, self._service.llm, seconds)
 
+    def _prepare(self) -> None:
+        """The new engine needs the folder, and another program may have removed it."""
+        if self._folder is not None:
+            make_again(self._folder)
+
     def _replace(self, llm: AsyncLLM) -> None:
         self._service.llm = llm
+        self._count_lost()
+
+    def _count_lost(self) -> None:
+        """Count in a file, and in another one where the first was removed with its folder."""
+        if self._folder is None or (self._lost is not None and self._lost.path.exists()):
+            return
+        self._lost = ValuesFile(self._folder, LAYOUT)
+        requests = self._lost.counter(REQUESTS)
+        self._service.count_lost = partial(requests.add, label_value="error")
 
     def _paths_of_routes(self) -> frozenset[str]:
         return self._paths
