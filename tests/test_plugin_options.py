@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nanovllm_core.config.errors import explain_options
 from nanovllm_core.registry.options import read_options
@@ -39,6 +39,8 @@ class Options(BaseModel):
     colour: Colour = Colour.RED
     inner: Inner = Inner()
     either: int | str = 0
+    pair: tuple[int, ...] = Field(default=(1, 2), min_length=2)
+    colours: frozenset[str] = Field(default=frozenset({"red", "blue"}), min_length=2)
 
 
 def problem(values: dict[str, Any]) -> str:
@@ -71,6 +73,25 @@ def problem(values: dict[str, Any]) -> str:
 )
 def test_no_value_is_converted_in_silence(values: dict[str, Any], said: str) -> None:
     assert said in problem(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"pair": [1, "x"]}, ["pair[1]: 'x' must be a whole number"]),
+        ({"pair": ["x"]}, ["pair[0]: 'x' must be", "pair: ['x'] must be a list of 2 or"]),
+        ({"pair": [1]}, ["pair: [1] must be a list of 2 or more items"]),
+        ({"colours": ["red"] * 2}, ["colours: ['red', 'red'] must be a list of 2 or more items"]),
+    ],
+)
+def test_a_list_is_called_too_short_only_where_it_is(
+    values: dict[str, Any], said: list[str]
+) -> None:
+    """A wrong item is an item, though pydantic does not count it; equal ones are one of a set."""
+    lines = problem(values).splitlines()
+    assert len(lines) == len(said)
+    for line, part in zip(lines, said, strict=True):
+        assert part in line
 
 
 def test_what_a_file_can_write_fills_pythons_types() -> None:

@@ -71,9 +71,7 @@ PLUGIN_MODELS = {"AttentionSettings", NamedPlugin.__name__} | {
 """What pydantic calls the sections for which a plugin's name is short."""
 
 LAX: Mapping[str, TypeAdapter[Any]] = {
-    "int_type": TypeAdapter(int),
-    "float_type": TypeAdapter(float),
-    "bool_type": TypeAdapter(bool),
+    f"{kind.__name__}_type": TypeAdapter(kind) for kind in (int, float, bool)
 }
 """pydantic's readers that convert ("5" is 5, "yes" is true), by the type of the strict error."""
 
@@ -96,10 +94,15 @@ def place(detail: ErrorDetails) -> Location:
 
 def one_line_each(details: Sequence[ErrorDetails], line: Callable[[ErrorDetails], str]) -> str:
     """The lines of the first errors, and how many more there are."""
+    # Of a tuple, pydantic counts the right items alone, so it calls some too short that are not.
+    details = [
+        detail
+        for detail in details
+        if detail["type"] != "too_short" or len(detail["input"]) < detail["ctx"]["min_length"]
+    ] or details
     lines = [clip(line(detail), MAX_LINE) for detail in details[:MAX_ERRORS]]
-    if len(details) > MAX_ERRORS:
-        lines.append(f"... and {len(details) - MAX_ERRORS} more")
-    return "\n".join(lines)
+    more = [f"... and {len(details) - MAX_ERRORS} more"] if len(details) > MAX_ERRORS else []
+    return "\n".join([*lines, *more])
 
 
 def explain_config(
@@ -232,9 +235,6 @@ def _hint(detail: ErrorDetails, commands: Iterable[str]) -> str:
 
 def _source_of(path: str, sources: Mapping[str, str]) -> str:
     """The source of the value at `path`, of a part of it, or of the section around it; or ''."""
-    related = (
-        known
-        for known in sources
-        if f"{path}.".startswith(f"{known}.") or known.startswith(f"{path}.")
-    )
+    inside = f"{path}."
+    related = (one for one in sources if inside.startswith(f"{one}.") or one.startswith(inside))
     return sources.get(path) or sources.get(next(related, ""), "")
