@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -179,13 +180,11 @@ def _as_meant(kind: str, value: object) -> str:
     """How to write what was probably meant, where a value has the wrong type."""
     if kind in ("string_type", "invalid_key") and isinstance(value, bool | int | float):
         return "; put it in quotes"
-    if kind not in LAX or isinstance(value, bool):
-        return ""
-    try:
-        meant = LAX[kind].validate_python(value)
-    except ValidationError:
-        return ""
-    return f"; write {flow_yaml(meant)}" if abs(meant) < 2**63 else ""
+    if kind in LAX and not isinstance(value, bool):
+        with suppress(ValidationError):
+            meant = LAX[kind].validate_python(value)
+            return f"; write {flow_yaml(meant)}" if abs(meant) < 2**63 else ""
+    return ""
 
 
 def _once_for_both_phases(details: Iterable[ErrorDetails]) -> list[ErrorDetails]:

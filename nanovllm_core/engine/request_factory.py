@@ -67,9 +67,8 @@ def read_arguments(
     try:
         valid = read_options(spec.arguments, arguments)
     except ValidationError as error:
-        raise InvalidSamplingError(
-            explain_options(error, spec.arguments, path, f"{kind} {name}")
-        ) from None
+        problem = explain_options(error, spec.arguments, path, f"{kind} {name}")
+        raise InvalidSamplingError(problem) from None
     try:
         reasons = [*spec.check(valid, vocab_size)]
     except Exception as error:

@@ -7,9 +7,12 @@ from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import PydanticCustomError, PydanticSerializationError, to_json
+from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSerializationError, to_json
 
 Model = TypeVar("Model", bound=BaseModel)
+MAX_WRONG = 1000
+"""Values that are described: 300,000 take a second, in which an engine takes no step."""
+_PLAIN = "must hold texts, numbers, true, false, null, lists and mappings alone ({})"
 
 
 def read_options(model: type[Model], values: Mapping[str, Any]) -> Model:
@@ -23,13 +26,17 @@ def read_options(model: type[Model], values: Mapping[str, Any]) -> Model:
     try:
         text = to_json(dict(values), inf_nan_mode="constants", fallback=_plain)
     except (PydanticSerializationError, ValueError) as error:
-        raise _not_plain(model, values, str(error)) from None
+        reason = str(error).removeprefix("Error serializing to JSON: ")
+        raise _refused(model, values, _PLAIN.format(reason)) from None
     try:
         return model.model_validate_json(text, strict=True)
     except ValidationError as error:
+        if error.error_count() > MAX_WRONG:
+            problem = f"has more than {MAX_WRONG} wrong values, too many to describe; send fewer"
+            raise _refused(model, values, problem) from None
         [first, *_] = error.errors(include_url=False, include_input=False)
         if first["type"] == "json_invalid":
-            raise _not_plain(model, values, first["ctx"]["error"]) from None
+            raise _refused(model, values, _PLAIN.format(first["ctx"]["error"])) from None
         raise
 
 
@@ -41,12 +48,7 @@ def _plain(value: object) -> object:
     raise ValueError(f"{type(value).__name__} is none of these")
 
 
-def _not_plain(model: type[BaseModel], values: object, reason: str) -> ValidationError:
-    error = PydanticCustomError(
-        "not_plain",
-        "must hold texts, numbers, true, false, null, lists and mappings alone ({reason})",
-        {"reason": reason.removeprefix("Error serializing to JSON: ")},
-    )
-    return ValidationError.from_exception_data(
-        model.__name__, [{"type": error, "loc": (), "input": values}]
-    )
+def _refused(model: type[BaseModel], values: object, problem: str) -> ValidationError:
+    error = PydanticCustomError("refused", "{problem}", {"problem": problem})
+    detail: InitErrorDetails = {"type": error, "loc": (), "input": values}
+    return ValidationError.from_exception_data(model.__name__, [detail])

@@ -17,7 +17,9 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -769,6 +771,16 @@ def test_what_is_too_large_is_400_before_it_is_encoded(check: object) -> None:
         check(PromptLimits.of(10))  # type: ignore[operator]
     assert caught.value.status == 400
     assert caught.value.param
+
+
+@pytest.mark.parametrize("check", [check_template_kwargs, partial(check_arguments, num_prompts=1)])
+def test_four_megabytes_of_small_values_are_measured_in_a_moment(check: Any) -> None:
+    """All streams of the server wait meanwhile. A search for cycles would take a quarter second."""
+    values = {"a": {f"k{place}": [[]] for place in range(280_000)}}
+    began = time.process_time()
+    with pytest.raises(ApiError):
+        check(values)
+    assert time.process_time() - began < 0.15
 
 
 def test_a_public_path_that_no_request_has_is_refused() -> None:

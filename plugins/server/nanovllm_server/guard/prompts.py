@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm_core.errors import shown
+from nanovllm_core.frontend import no_collections
 from nanovllm_server.errors import ApiError, as_unicode
 
 CHARACTERS_PER_TOKEN = 16
@@ -73,9 +74,19 @@ class PromptLimits:
             )
 
 
+def json_size(value: object) -> int:
+    """The length of a part of a body as JSON.
+
+    It has no cycles. A search for some, and for garbage in all that was parsed, would take most of
+    the time.
+    """
+    with no_collections():
+        return len(json.dumps(value, check_circular=False))
+
+
 def check_template_kwargs(variables: Mapping[str, Any] | None) -> None:
     """Refuse variables that are too large for what templates use them for: flags and names."""
-    size = len(json.dumps(variables)) if variables else 0
+    size = json_size(variables) if variables else 0
     if size > MAX_TEMPLATE_BYTES:
         raise ApiError(
             400,
@@ -87,7 +98,7 @@ def check_template_kwargs(variables: Mapping[str, Any] | None) -> None:
 def check_arguments(arguments: Mapping[str, Any], num_prompts: int) -> None:
     """Refuse arguments of logits processors and constraints that would keep the engine busy."""
     for field, given in arguments.items():
-        size = len(json.dumps(given)) * num_prompts if given else 0
+        size = json_size(given) * num_prompts if given else 0
         if size > MAX_ARGUMENT_BYTES:
             raise ApiError(
                 400,
