@@ -93,7 +93,7 @@ def test_the_top_level_of_the_core_holds_rooms_and_four_files() -> None:
     assert {path.name for path in top if path.is_dir()} == {*rooms, "diagnostics", "cli", "testing"}
 
 
-MAX_CORE_LINES = 22_580
+MAX_CORE_LINES = 22_660
 """Lines of Python in the core. Raise it on purpose only, and not by shortening a docstring."""
 
 

@@ -246,6 +246,39 @@ class GatedKernels(Protocol):
 
 
 @runtime_checkable
+class GeluKernels(Protocol):
+    """A kernel set that has the gated product of models with GELU as one operation."""
+
+    def gelu_gate_up(
+        self, x_TE: Tensor, weight_2FE: Tensor, bias_2F: Tensor | None = None
+    ) -> Tensor:
+        """gelu(gate) * up of linear(x) -> [T, F], by GELU's approximation with tanh.
+
+        Gate and up are rounded before the activation.
+        """
+
+
+@runtime_checkable
+class PostNormKernels(Protocol):
+    """A kernel set for models that norm a block's result too, before they add it, such as Gemma."""
+
+    def norm_add_norm(
+        self,
+        x_TE: Tensor,
+        norm_weight_E: Tensor,
+        eps: float,
+        residual_TE: Tensor,
+        next_weight_E: Tensor,
+        next_eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        """residual + rms_norm(x), and the `rms_norm` of this sum [T, E], in other memory.
+
+        Both norms round as `rms_norm`, and the sum is rounded. The residual is overwritten: use
+        what is returned.
+        """
+
+
+@runtime_checkable
 class NormingKernels(Protocol):
     """A kernel set that can norm the residual where it adds a product to it."""
 

@@ -24,7 +24,9 @@ from nanovllm_core.layers.blocks import (
     announce_next as announce_next,
     announce_norm as announce_norm,
     gated_mlp as gated_mlp,
+    gelu_gate_up as gelu_gate_up,
     linear_add as linear_add,
+    norm_add as norm_add,
     norm_linear as norm_linear,
 )
 from nanovllm_core.layers.context import LayerContext as LayerContext

@@ -44,6 +44,19 @@ def gated_mlp(
     return linear_add(hidden_TF, down, residual_TE)
 
 
+def gelu_gate_up(x_TE: Tensor, norm: RMSNorm, gate_up: MergedColumnParallelLinear) -> Tensor:
+    """gelu(gate) * up with gate, up = gate_up(norm(x)), by GELU's approximation with tanh."""
+    return gate_up.matrix.gelu_gate_up(norm(x_TE), gate_up.bias)
+
+
+def norm_add(x_TE: Tensor, norm: RMSNorm, residual_TE: Tensor, following: RMSNorm) -> Tensor:
+    """residual + norm(x), for models that norm a block's result; `following` norms the sum next.
+
+    The residual is overwritten: use only what is returned.
+    """
+    return norm.add_to(residual_TE, x_TE, following)
+
+
 def announce_norm(block: nn.Module, norm: RMSNorm) -> None:
     """Tell a block, once, that `norm` reads next the residual that it returns.
 

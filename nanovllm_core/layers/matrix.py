@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
+from torch.nn.functional import gelu
 
 from nanovllm_core.interfaces.kernels import (
     GatedKernels,
+    GeluKernels,
     MixtureKernels,
     NormingKernels,
     Routing,
@@ -93,6 +95,7 @@ class WeightMatrix(ABC):
         self._routing = kernels if isinstance(kernels, RoutingKernels) else None
         self._mixture = kernels if isinstance(kernels, MixtureKernels) else None
         self._gated = kernels if isinstance(kernels, GatedKernels) else None
+        self._gelu = kernels if isinstance(kernels, GeluKernels) else None
         layer.matrices.append(self)
 
     def finalize(self) -> None:  # noqa: B027 - most formats store what was loaded
@@ -128,6 +131,11 @@ class WeightMatrix(ABC):
     def gate_up(self, x_TE: Tensor, bias_2F: Tensor | None = None) -> Tensor:
         """As `norm_gate_up`, of what is normed already -> [T, out / 2]."""
         return self.kernels.silu_and_mul(self.linear(x_TE, bias_2F))
+
+    def gelu_gate_up(self, x_TE: Tensor, bias_2F: Tensor | None = None) -> Tensor:
+        """As `gate_up`, with GELU by its approximation with tanh in SiLU's place."""
+        gate_TF, up_TF = self.linear(x_TE, bias_2F).float().chunk(2, dim=-1)
+        return gelu(gate_TF, approximate="tanh").mul_(up_TF).to(x_TE.dtype)
 
     def linear_add(self, x_TF: Tensor, residual_TE: Tensor, bias_E: Tensor | None = None) -> Tensor:
         """residual + linear(x). The residual is overwritten: use what is returned."""
@@ -214,6 +222,11 @@ class PlainMatrix(WeightMatrix):
         if self._gated is None:
             return super().gate_up(x_TE, bias_2F)
         return self._gated.gate_up(x_TE, self.tensor, bias_2F)
+
+    def gelu_gate_up(self, x_TE: Tensor, bias_2F: Tensor | None = None) -> Tensor:
+        if self._gelu is None:
+            return super().gelu_gate_up(x_TE, bias_2F)
+        return self._gelu.gelu_gate_up(x_TE, self.tensor, bias_2F)
 
     def linear_add(self, x_TF: Tensor, residual_TE: Tensor, bias_E: Tensor | None = None) -> Tensor:
         return self.kernels.linear_add(x_TF, self.tensor, residual_TE, bias_E)

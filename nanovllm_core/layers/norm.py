@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nanovllm_core.interfaces.kernels import PostNormKernels
 from nanovllm_core.layers.context import LayerContext
 from nanovllm_core.layers.module import Layer, make_parameter
 
@@ -19,6 +20,8 @@ class RMSNorm(Layer):
         self.eps = eps
         self.weight = make_parameter(context, (size,), dummy_mean=self.dummy_mean, dummy_std=0.0)
         self._ahead: tuple[Tensor, Tensor] | None = None
+        kernels = context.kernels
+        self._post_norm = kernels if isinstance(kernels, PostNormKernels) else None
 
     @property
     def factors(self) -> Tensor:
@@ -31,6 +34,16 @@ class RMSNorm(Layer):
         if normed_TE is None:
             normed_TE = self.context.kernels.rms_norm(x_TE, self.factors, self.eps)
         return normed_TE
+
+    def add_to(self, residual_TE: Tensor, x_TE: Tensor, following: RMSNorm) -> Tensor:
+        """residual + norm(x), which `following` norms next. The residual is overwritten."""
+        if self._post_norm is None:
+            return residual_TE.add_(self(x_TE))
+        residual_TE, normed_TE = self._post_norm.norm_add_norm(
+            x_TE, self.factors, self.eps, residual_TE, following.factors, following.eps
+        )
+        following.put(residual_TE, normed_TE)
+        return residual_TE
 
     def put(self, x_TE: Tensor, normed_TE: Tensor) -> None:
         """norm(x), which the kernel that made x has computed too, for the next reader of x."""

@@ -126,7 +126,7 @@ def prepare_row(
     new_k = prepared(y, yp, yw, ypw, yc, ys, k_weight_ptr is not None, EPS, HEAD_SIZE)
     score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1) * log2_scale
     if SOFT_CAP > 0.0:
-        score = tanh(score / (SOFT_CAP * LOG2_E)) * (SOFT_CAP * LOG2_E)
+        score = tanh(score / (SOFT_CAP * LOG2_E), q.dtype) * (SOFT_CAP * LOG2_E)
     return q, new_k, new_v, tl.where(new, score, float("-inf"))
 
 

@@ -163,7 +163,7 @@ def prefill_kernel(
         )
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if SOFT_CAP > 0.0:
-            scores = tanh(scores * cap_scale)
+            scores = tanh(scores * cap_scale, k.dtype)
         if RIGHT >= 0:  # noqa: SIM102 - decided when compiled, unlike the next
             if start + BLOCK_N > seen_by_all:
                 visible = start + keys[None, :] <= positions[:, None] + RIGHT
@@ -186,7 +186,7 @@ def prefill_kernel(
         v = tl.load(v_head + offsets[:, None] + dims[None, :], mask=live_head, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if SOFT_CAP > 0.0:
-            scores = tanh(scores * cap_scale)
+            scores = tanh(scores * cap_scale, k.dtype)
         visible = live[None, :]
         if RIGHT >= 0:
             visible = visible & (whole_end + keys[None, :] <= positions[:, None] + RIGHT)

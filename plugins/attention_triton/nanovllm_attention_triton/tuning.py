@@ -117,6 +117,9 @@ class HopperPrefillTuning(HopperTiles):
     in_order: bool
 
 
+Limits = tuple[tuple[float, DecodeTuning], ...]
+"""Constants and up to which number they hold, increasing."""
+
 # Half precision: few rows are cut into tiles of 32 for programs of two warps, as many as a row of
 # few tokens has tiles. Many rows: larger tiles spend less on each. Below those, all programs are
 # resident at once: four or six on a multiprocessor, and where that leaves each of them much, three
@@ -149,13 +152,18 @@ mean, took three times as long on an H200. Of 50 to 66 such rows those of about 
 are not cut, took 10 to 20 % less so than by DECODE_MANY with chunks of 1,024 tokens, and unequal
 ones 5 to 10 % more. From 42 to 49, DECODE_THREE took 3 to 13 % less than DECODE_SIX for equal rows,
 and 6 % less to 6 % more for others."""
-DECODE_PAIRS = ((8, DECODE_ONE), (64, DECODE_FEW[2]))
+DECODE_PAIRS: Limits = ((8, DECODE_ONE), (64, DECODE_FEW[2]))
 """The constants for steps of so many (row, KV head) at most, each of which is a program if not cut,
 or several in DECODE_ONE."""
-DECODE_RESIDENT = ((1, DECODE_WHOLE), (2.5, DECODE_SIX), (3, DECODE_THREE), (4, DECODE_FOUR))
+DECODE_RESIDENT: Limits = (
+    (1, DECODE_WHOLE),
+    (2.5, DECODE_SIX),
+    (3, DECODE_THREE),
+    (4, DECODE_FOUR),
+)
 """The same for so many on each multiprocessor, where it has room for as many programs at once.
 Beyond, DECODE_MANY took 8 to 12 % less on an H200 than tiles of 32 for 513 to 768 of them."""
-OTHER_SHARED_MEMORY = 9 * 1024
+OTHER_SHARED_MEMORY, WIDE_OTHER_SHARED_MEMORY = 9 * 1024, 11 * 1024
 """At most what a program takes beside its tiles: queries, weights, and what CUDA reserves."""
 DECODE_REGISTERS = 168
 """Per thread, where masks of a window or of a padded head take some: as many as leave room for the
@@ -178,11 +186,31 @@ PREFILL = {
 # Heads above WIDE: twice the registers and shared memory for every token, so smaller tiles, more
 # warps, fewer stages; but where the copy engine loads the tiles, one program of large ones.
 WIDE = 128
-# More heads of 256 would not fit 99 KiB.
+WIDE_HEADS = 32
+"""More heads of 256 would not fit 99 KiB."""
+# Chunks of a fixed length, and float32.
 WIDE_DECODE = {
-    2: DecodeTuning(tile=32, num_warps=4, num_stages=3, most_heads=32),
-    4: DecodeTuning(tile=16, num_warps=8, num_stages=2, most_heads=32),
+    2: DecodeTuning(tile=32, num_warps=4, num_stages=3, most_heads=WIDE_HEADS),
+    4: DecodeTuning(tile=16, num_warps=8, num_stages=2, most_heads=WIDE_HEADS),
 }
+
+
+def half_tiles(tuning: DecodeTuning) -> DecodeTuning:
+    """The same constants for heads above WIDE, in as much shared memory."""
+    return replace(tuning, tile=tuning.tile // 2, most_heads=min(tuning.most_heads, WIDE_HEADS))
+
+
+WIDE_ONE = DecodeTuning(
+    tile=32, num_warps=4, num_stages=2, min_chunk=32, max_chunk=256, most_heads=WIDE_HEADS,
+    registers=168,
+)  # fmt: skip
+"""On an H200 attention of a row of 512 to 4,096 keys takes 10 to 25 % less time so than in tiles of
+16, and steps of Gemma 3 4B take 2 % less at four rows. Eight rows of 4,096 keys take 10 % more."""
+WIDE_PAIRS: Limits = ((16, WIDE_ONE), (64, half_tiles(DECODE_FEW[2])))
+WIDE_RESIDENT: Limits = tuple((most, half_tiles(tuning)) for most, tuning in DECODE_RESIDENT)
+WIDE_MANY = half_tiles(DECODE_MANY)
+"""As the tables of narrow heads. On an H200 16 to 256 rows of 600 and 2,560 keys, of 1, 4 and 8 KV
+heads of 256, took up to 25 % less time so than by WIDE_DECODE alone, and 5 % more at most."""
 WIDE_PREFILL = {
     2: PrefillTuning(block_m=64, block_n=32, num_warps=8, num_stages=2),
     4: PrefillTuning(block_m=16, block_n=16, num_warps=8, num_stages=1, copy_engine=False),
@@ -274,20 +302,25 @@ def decode_tunings(
     fixed length there is one for all, so that a row has the same bits in every batch.
     `shared_memory`: bytes of one multiprocessor.
     """
-    if options.chunk_size or head_size > WIDE or element_size == 4:
-        table = WIDE_DECODE if head_size > WIDE else DECODE_FEW
+    wide = head_size > WIDE
+    if options.chunk_size or element_size == 4:
+        table = WIDE_DECODE if wide else DECODE_FEW
         return [(max_num_rows, _decode_tuning(table[element_size], options))]
-    few = DECODE_PAIRS if num_heads // num_kv_heads in ONE_GROUPS else DECODE_PAIRS[1:]
-    limits = list(few)
-    for most, tuning in DECODE_RESIDENT:
+    pairs, resident, many = DECODE_PAIRS, DECODE_RESIDENT, DECODE_MANY
+    if wide:
+        pairs, resident, many = WIDE_PAIRS, WIDE_RESIDENT, WIDE_MANY
+    elif num_heads // num_kv_heads not in ONE_GROUPS:
+        pairs = DECODE_PAIRS[1:]
+    limits = [*pairs]
+    for most, tuning in resident:
         memory = program_memory(_decode_tuning(tuning, options), padded_head_size(head_size))
         programs = shared_memory // memory
-        if programs >= most and (programs == 1 or tuning is not DECODE_WHOLE):
-            limits.append((int(most * num_multiprocessors), tuning))
-    limits.append((max_num_rows * num_kv_heads, DECODE_MANY))
+        if programs >= most and (programs == 1 or tuning is not resident[0][1]):
+            limits.append((most * num_multiprocessors, tuning))
+    limits.append((max_num_rows * num_kv_heads, many))
     tunings: dict[int, DecodeTuning] = {}
     for most, tuning in limits:
-        rows = min(most // num_kv_heads, max_num_rows)
+        rows = min(int(most) // num_kv_heads, max_num_rows)
         if rows > max(tunings, default=0):
             tunings[rows] = _decode_tuning(tuning, options)
     return list(tunings.items())
@@ -295,7 +328,8 @@ def decode_tunings(
 
 def program_memory(tuning: DecodeTuning, block_d: int) -> int:
     """The bytes of shared memory of a program whose keys and values are of half precision."""
-    return 4 * tuning.tile * block_d * max(tuning.num_stages - 1, 1) + OTHER_SHARED_MEMORY
+    other = WIDE_OTHER_SHARED_MEMORY if block_d > WIDE else OTHER_SHARED_MEMORY
+    return 4 * tuning.tile * block_d * max(tuning.num_stages - 1, 1) + other
 
 
 def _decode_tuning(tuning: DecodeTuning, options: TritonOptions) -> DecodeTuning:

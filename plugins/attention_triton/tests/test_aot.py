@@ -422,11 +422,14 @@ JOBS = {
             ("many", 256, 80, 16, 1, None, None),
             ("many", 256, 96, 256, 2, None, 50.0),
             ("many", 256, 128, 256, 2, 1024, 50.0),
-            ("wide", 16, 256, 16, 1, None, None),
-            ("wide", 16, 256, 256, 2, None, None),
-            ("wide", 16, 256, 256, 2, 1024, 50.0),
-            ("wide", 16, 192, 16, 1, None, None),
-            ("wide", 16, 192, 256, 2, 1024, 50.0),
+            ("wide one", 1, 256, 256, 2, 1024, 50.0),
+            ("wide few", 8, 256, 256, 2, 1024, 50.0),
+            ("whole", 16, 256, 256, 2, 1024, 50.0),
+            ("wide six", 24, 256, 256, 2, 1024, 50.0),
+            ("wide three", 48, 256, 256, 2, 1024, 50.0),
+            ("wide four", 64, 256, 256, 2, 1024, 50.0),
+            *(("wide many", 256, size, 16, 1, None, None) for size in (192, 256)),
+            *(("wide many", 256, size, 256, 2, 1024, 50.0) for size in (192, 256)),
         )
     },
     **{
@@ -449,8 +452,8 @@ JOBS = {
         )
     },
     **{
-        f"qkv one row-bf16-d128-block256-group{group}": qkv_job("bf16", 128, 256, group, rows=1)
-        for group in (4, 8)
+        f"qkv one row-bf16-d{size}-block256-group{group}": qkv_job("bf16", size, 256, group, rows=1)
+        for size, group in ((128, 4), (128, 8), (256, 2), (256, 4))
     },
     **{
         ("wide " if size > 128 else "")
@@ -555,9 +558,11 @@ def test_decode_keeps_several_tiles_in_flight(reports):
 
     A block id loaded in the round that needs it would leave `wait_group 0` alone. Programs that are
     resident at once, six or four on a multiprocessor, keep one tile: their neighbours load too.
+    So do those of one row of wide heads.
     """
-    deep = ("decode few", "decode whole", "decode three", "decode many", "decode wide", "qkv")
-    for report in [report for kind in deep for report in of_kind(reports, kind)]:
+    deep = ("few", "whole", "three", "many", "wide few", "wide three", "wide many")
+    kinds = (*(f"decode {kind}" for kind in deep), "qkv bf16", "qkv fp16")
+    for report in [report for kind in kinds for report in of_kind(reports, kind)]:
         assert "cp.async.wait_group \t2" in report.ptx or "cp.async.wait_group 2" in report.ptx
         assert "0x10" in report.ptx.split("cp.async.cg.shared.global", 1)[1][:80]
 

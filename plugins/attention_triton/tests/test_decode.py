@@ -18,7 +18,9 @@ from nanovllm_attention_triton.tuning import (
     DECODE_SIX,
     DECODE_THREE,
     DECODE_WHOLE,
+    WIDE_HEADS,
     decode_tunings,
+    program_memory,
 )
 from nanovllm_core.api import DecodeMetadata, InconsistentStateError, UnsupportedError
 
@@ -148,6 +150,20 @@ def test_each_number_of_rows_has_constants_that_are_resident_at_once():
     small = dict(tunings(num_multiprocessors=142, shared_memory=100 * 1024))
     assert DECODE_SIX in small.values()
     assert not {DECODE_WHOLE, DECODE_THREE, DECODE_FOUR} & {*small.values()}
+
+
+def test_wide_heads_have_the_same_tables_of_half_as_many_keys():
+    """In as much shared memory; a row or two have their own; chunks of fixed length one for all."""
+    wide, narrow = tunings(head_size=256), tunings()
+    assert [rows for rows, _ in wide] == [2, *(rows for rows, _ in narrow)]
+    assert [rows for rows, _ in tunings(head_size=192)] == [rows for rows, _ in wide]
+    for (_, halved), (_, whole) in zip(wide[1:], narrow, strict=True):
+        assert (halved.tile, halved.most_heads) == (whole.tile // 2, WIDE_HEADS)
+        assert program_memory(halved, 256) - program_memory(whole, 128) == 2 * 1024
+    small = tunings(head_size=256, num_multiprocessors=142, shared_memory=100 * 1024)
+    assert all(program_memory(tuning, 256) < 100 * 1024 for _, tuning in small)
+    [(rows, fixed)] = tunings(head_size=256, options=TritonOptions(chunk_size=128))
+    assert (rows, fixed.fixed_chunk, fixed.tile) == (256, 128, 32)
 
 
 def planned_items(tuning, lens):

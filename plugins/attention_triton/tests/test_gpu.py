@@ -116,6 +116,32 @@ def test_decode_matrix_equals_the_reference(dtype):
             check(out, exact, own, label)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 4), (4, 1), (16, 16)])
+@pytest.mark.parametrize("head_size", [192, 256])
+def test_wide_heads_of_every_number_of_rows_equal_the_reference(heads, kv_heads, head_size):
+    """By each of their constants: of one row to those of many."""
+    torch.manual_seed(0)
+    backend = make_backend(heads, kv_heads, head_size, torch.bfloat16, rows=256)
+    longest, per_row = 700, -(-700 // BLOCK_SIZE)
+    shape = (256 * per_row, BLOCK_SIZE, kv_heads, head_size)
+    k_cache, v_cache = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    assert len(backend.decode_tunings) > 1
+    for rows, tuning in backend.decode_tunings:
+        table, lens = shuffled_table(rows, per_row, 256 * per_row), ragged_lens(rows, longest)
+        q = torch.randn(rows, heads, head_size, dtype=torch.bfloat16, device="cuda")
+        out = torch.full_like(q, float("nan"))
+        metadata = DecodeMetadata(table, lens, max_seq_len=longest)
+        backend.plan_decode(metadata)
+        backend.run_decode(q, k_cache, v_cache, metadata, out)
+        k, v = (gathered(x, table, longest) for x in (k_cache, v_cache))
+        mask = torch.arange(longest, device="cuda") < lens[:, None, None, None]
+        exact, own = (
+            reference(q[:, :, None], k, v, mask, kind)[:, :, 0]
+            for kind in (torch.float64, torch.bfloat16)
+        )
+        check(out, exact, own, f"{rows} rows by {tuning}")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_prefill_matrix_equals_the_reference(dtype):
     """Whole prompts and chunks behind a context, ragged, every head count, size and group."""

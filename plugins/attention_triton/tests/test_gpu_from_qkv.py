@@ -31,6 +31,7 @@ SHAPES = [
     {"heads": (6, 2), "head_size": 80, "block_size": 64, "sliding_window": 100},
     {"heads": (80, 1), "head_size": 96, "block_size": 256, "soft_cap": 20.0},
     {"heads": (8, 4), "head_size": 256, "block_size": 256},
+    {"heads": (4, 1), "head_size": 256, "block_size": 16, "sliding_window": 300},
 ]
 
 
@@ -74,7 +75,7 @@ def ragged(rows: int, longest: int) -> list[int]:
     return [0 if row % 7 == 5 else max(1, longest - row * 37 % longest) for row in range(rows)]
 
 
-@pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s['heads']} of {s['head_size']}")
 def test_decode_from_qkv_equals_the_reference(shape, rows):
     """Rows cut in chunks, and whole ones."""
@@ -88,7 +89,9 @@ def test_decode_from_qkv_equals_the_reference(shape, rows):
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40])
-@pytest.mark.parametrize("shape", SHAPES[:3], ids=lambda s: f"{s['heads']} of {s['head_size']}")
+@pytest.mark.parametrize(
+    "shape", [*SHAPES[:3], *SHAPES[-2:]], ids=lambda s: f"{s['heads']} of {s['head_size']}"
+)
 def test_a_thousand_late_products_change_no_bit(shape, rows):
     """Captured behind a kernel that writes q, k, v late, and before one that overwrites them."""
     step = make_step(ragged(rows, 900), **shape)

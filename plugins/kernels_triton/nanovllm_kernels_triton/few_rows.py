@@ -33,7 +33,7 @@ def run_few_rows(
     out: Tensor,
     **options: Any,
 ) -> None:
-    """As `LinearLauncher.run`, into `out`; `options` are the launch's, with GATED and ADD."""
+    """As `LinearLauncher.run`, into `out`; `options` are the launch's, with GATED, GELU and ADD."""
     # Imported by those who run it: another Triton may have another Gluon.
     from nanovllm_kernels_triton.few_rows_kernel import few_rows_kernel
 

@@ -25,7 +25,7 @@ BLOCK_M = gl.constexpr(8)
 def few_rows_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, x_stride, out_stride,
     X_UNIT: gl.constexpr, OUTPUTS: gl.constexpr, INPUTS: gl.constexpr,
-    GATED: gl.constexpr, ADD: gl.constexpr, DEPENDENT: gl.constexpr,
+    GATED: gl.constexpr, GELU: gl.constexpr, ADD: gl.constexpr, DEPENDENT: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """BLOCK_N weight rows per program, whole; BLOCK_K inputs are a step of a warp.
@@ -80,7 +80,10 @@ def few_rows_kernel(
     if GATED:  # gate and up are rounded, as where they pass between kernels
         halves = gl.reshape(y.to(dtype).to(gl.float32), [2, SPAN, BLOCK_M])
         gate, up = gl.split(gl.permute(halves, (1, 2, 0)))
-        y = gate / (1.0 + gl.exp(-gate)) * up
+        z = gate
+        if GELU:  # see `linear.activated`, which Gluon cannot call
+            z = gate * (1.5957691216057308 + 0.07135481627260025 * gate * gate)
+        y = gate / (1.0 + gl.exp(-z)) * up
     outputs = first + gl.expand_dims(gl.arange(0, SPAN, gl.SliceLayout(1, y.type.layout)), 1)
     rows = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(0, y.type.layout)), 0)
     mask = (outputs < OUTPUTS) & (rows < num_rows)

@@ -14,9 +14,11 @@ from nanovllm_core.api import (
     CapturedTail,
     FetchingKernels,
     GatedKernels,
+    GeluKernels,
     LatentPrep,
     MixtureKernels,
     NormingKernels,
+    PostNormKernels,
     Product,
     QKPrep,
     Routing,
@@ -39,7 +41,8 @@ from nanovllm_kernels_triton.elementwise import (
     add_norm_kernel,
     embed_kernel,
     rms_norm_kernel,
-    silu_and_mul_kernel,
+    run_activate_and_mul,
+    run_norm_add_norm,
 )
 from nanovllm_kernels_triton.experts import choose_norm_experts, run_experts, run_norm_experts
 from nanovllm_kernels_triton.few_rows import has_few_rows_kernel
@@ -49,18 +52,16 @@ from nanovllm_kernels_triton.linear_choice import (
     LinearPlan,
     VectorPlan,
     behind_experts,
-    choose,
-    choose_gated,
     choose_parts,
     choose_plan,
 )
+from nanovllm_kernels_triton.loading import load_from_library
 from nanovllm_kernels_triton.norm_route import choose_norm_route, empty_logits, run_norm_route
 from nanovllm_kernels_triton.per_head import is_for_few_rows, run_linear_per_head
 from nanovllm_kernels_triton.prepare_latent import prepare_latent
 from nanovllm_kernels_triton.prepare_qkv import prepare_qkv
 from nanovllm_kernels_triton.route import run_route
 
-_SILU_BLOCK = 1024
 _EMBED_BLOCK = 1024
 
 
@@ -79,7 +80,9 @@ class TritonKernels(
     MixtureKernels,
     FetchingKernels,
     GatedKernels,
+    GeluKernels,
     NormingKernels,
+    PostNormKernels,
     AdaptingKernels,
 ):
     """See `KernelSet` for what each operation promises, `TorchKernels` for the reference."""
@@ -110,27 +113,8 @@ class TritonKernels(
         return CompileAhead()
 
     def load_products(self, products: Iterable[Product]) -> None:
-        """See `LoadingKernels`: cuBLAS loads a kernel by computing with it."""
-        choices = {
-            "linear": (choose,),
-            "add": (choose,),
-            "add_norm": (choose, choose_parts),
-            "gate_up": (choose_gated,),
-        }
-        for product in products:
-            if product.kind not in choices:
-                continue
-            weight_XE = product.weight
-            outputs, inputs = weight_XE.shape
-            for num_rows in product.num_rows:
-                asked = num_rows, outputs, inputs, weight_XE.dtype
-                if any(choice(*asked) is not None for choice in choices[product.kind]):
-                    continue
-                x_TE = weight_XE.new_empty((num_rows, inputs))
-                if product.kind.startswith("add"):
-                    x_TE.new_empty((num_rows, outputs)).addmm_(x_TE, weight_XE.t())
-                else:
-                    linear(x_TE, weight_XE)
+        """See `LoadingKernels`."""
+        load_from_library(products)
 
     def make_tail(self, tables: TailTables, vocab_size: int, max_entries: int) -> CapturedTail:
         return TritonTail(tables, vocab_size, max_entries)
@@ -160,14 +144,7 @@ class TritonKernels(
         return out_TE
 
     def silu_and_mul(self, gate_up_T2F: Tensor) -> Tensor:
-        num_tokens, size = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
-        out_TF = gate_up_T2F.new_empty((num_tokens, size))
-        grid = (num_tokens, cdiv(size, _SILU_BLOCK))
-        silu_and_mul_kernel[grid](
-            gate_up_T2F, out_TF, gate_up_T2F.stride(0),
-            SIZE=size, BLOCK=_SILU_BLOCK, num_warps=4, **self._options,
-        )  # fmt: skip
-        return out_TF
+        return run_activate_and_mul(gate_up_T2F, self._options)
 
     def linear(
         self,
@@ -207,14 +184,16 @@ class TritonKernels(
         plan = self._choose(x_TE, weight_2FE, gated=True)
         if plan is None:
             normed_TE = self.rms_norm(x_TE, norm_weight_E, eps)
-            return self.silu_and_mul(linear(normed_TE, weight_2FE, bias_2F))
+            return self._gate_up(normed_TE, weight_2FE, bias_2F, gelu=False)
         return self._after_norm(plan, x_TE, norm_weight_E, eps, weight_2FE, bias_2F, gated=True)
 
     def gate_up(self, x_TE: Tensor, weight_2FE: Tensor, bias_2F: Tensor | None = None) -> Tensor:
-        plan = self._choose(x_TE, weight_2FE, gated=True)
-        if plan is not None and not isinstance(plan, VectorPlan):
-            return self._linears.run(plan, x_TE, weight_2FE, gated=True, bias_N=bias_2F)
-        return self.silu_and_mul(self.linear(x_TE, weight_2FE, bias_2F))
+        return self._gate_up(x_TE, weight_2FE, bias_2F, gelu=False)
+
+    def gelu_gate_up(
+        self, x_TE: Tensor, weight_2FE: Tensor, bias_2F: Tensor | None = None
+    ) -> Tensor:
+        return self._gate_up(x_TE, weight_2FE, bias_2F, gelu=True)
 
     def linear_add(
         self,
@@ -253,6 +232,19 @@ class TritonKernels(
             num_warps=min(max(block // 128, 1), 16), **self._options,
         )  # fmt: skip
         return residual_TE, normed_TE
+
+    def norm_add_norm(
+        self,
+        x_TE: Tensor,
+        norm_weight_E: Tensor,
+        eps: float,
+        residual_TE: Tensor,
+        next_weight_E: Tensor,
+        next_eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        return run_norm_add_norm(
+            x_TE, norm_weight_E, eps, residual_TE, next_weight_E, next_eps, self._options
+        )
 
     def prepare_qkv(
         self,
@@ -376,6 +368,16 @@ class TritonKernels(
         for gate_up_2FE, down_EF in zip(gate_up_S2FE, down_SEF, strict=True):
             out_TE.addmm_(self.silu_and_mul(x_TE @ gate_up_2FE.t()), down_EF.t())
         return out_TE
+
+    def _gate_up(
+        self, x_TE: Tensor, weight_2FE: Tensor, bias_2F: Tensor | None, *, gelu: bool
+    ) -> Tensor:
+        """The gated product of what is normed already."""
+        plan = self._choose(x_TE, weight_2FE, gated=True)
+        if plan is None:
+            gate_up_T2F = linear(x_TE, weight_2FE, bias_2F)
+            return run_activate_and_mul(gate_up_T2F, self._options, gelu=gelu)
+        return self._linears.run(plan, x_TE, weight_2FE, gated=True, gelu=gelu, bias_N=bias_2F)
 
     def _choose(self, x_TE: Tensor, weight_XE: Tensor, gated: bool = False) -> LinearPlan | None:
         """The plan of a product; of gate and up, the weight is that of both."""

@@ -8,7 +8,8 @@ Which is used where is `linear_choice`'s decision.
 
 Shapes: x [rows, INPUTS], weight [OUTPUTS, INPUTS], bias [OUTPUTS]; GATED: weight and bias of
 2·OUTPUTS rows, the gate's first. BLOCK_N counts weight rows: a gated program holds as many of the
-gate as of up. A bias is added before the one rounding.
+gate as of up. The activation is SiLU, or with GELU that one. A bias is added before the one
+rounding.
 
 DEPENDENT: see `nanovllm_core.kernels.launch_options`.
 """
@@ -41,7 +42,7 @@ LARGE_BYTES = tl.constexpr(2**24)
 def vector_linear_kernel(
     x_ptr, norm_weight_ptr, weight_ptr, bias_ptr, out_ptr, x_stride, out_stride,
     EPS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-    GATED: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
+    GATED: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N weight rows per program, whole: every load is in flight at once.
@@ -93,7 +94,7 @@ def vector_linear_kernel(
             y += bias[:, None]
         if ADD:
             y += residual.to(tl.float32)
-        _store(out_ptrs, y, mask, GATED)
+        _store(out_ptrs, y, mask, GATED, GELU)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -101,7 +102,7 @@ def tile_linear_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, partial_ptr, tickets_ptr,
     num_rows, x_stride, out_stride,
     X_UNIT: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-    GATED: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
+    GATED: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """A tile of BLOCK_N weight rows by one of SPLITS parts of the inputs; num_rows <= BLOCK_M.
@@ -153,7 +154,7 @@ def tile_linear_kernel(
             y += bias[:, None]
         if ADD:
             y += residual.to(tl.float32)
-        _store(out_ptrs, y, out_mask, GATED)
+        _store(out_ptrs, y, out_mask, GATED, GELU)
     elif tickets_ptr is None:
         part_ptr = partial_ptr + tl.program_id(1) * num_rows * OUTPUTS
         ptrs, mask = _outputs(part_ptr, rows, num_rows, OUTPUTS, BLOCK_N, OUTPUTS, GATED)
@@ -172,7 +173,7 @@ def tile_linear_kernel(
                 y += bias[:, None]
             if ADD:
                 y += residual.to(tl.float32)
-            _store(out_ptrs, y, out_mask, GATED)
+            _store(out_ptrs, y, out_mask, GATED, GELU)
             tl.store(tickets_ptr + tile, 0)
 
 
@@ -242,14 +243,26 @@ def _outputs(
 
 
 @triton.jit
-def _store(out_ptrs, y, mask, GATED: tl.constexpr):
+def _store(out_ptrs, y, mask, GATED: tl.constexpr, GELU: tl.constexpr):
     """Activate, round and store. Gate and up are rounded, as where they pass between kernels."""
     dtype: tl.constexpr = out_ptrs.dtype.element_ty
     if GATED:
         halves = tl.reshape(y.to(dtype).to(tl.float32), (2, y.shape[0] // 2, y.shape[1]))
         gate, up = tl.split(tl.permute(halves, (1, 2, 0)))
-        y = gate / (1.0 + tl.exp(-gate)) * up
+        y = activated(gate, GELU) * up
     tl.store(out_ptrs, y.to(dtype), mask=mask)
+
+
+@triton.jit
+def activated(gate, GELU: tl.constexpr):
+    """gate times the sigmoid of itself (SiLU), or of a polynomial of itself (GELU by tanh).
+
+    (1 + tanh(z)) / 2 is the sigmoid of 2z, and z is sqrt(2 / pi) (gate + 0.044715 gate^3).
+    """
+    z = gate
+    if GELU:
+        z = gate * (1.5957691216057308 + 0.07135481627260025 * gate * gate)
+    return gate / (1.0 + tl.exp(-z))
 
 
 class LinearLauncher:
@@ -288,6 +301,7 @@ class LinearLauncher:
         norm_weight_K: Tensor | None = None,
         eps: float = 0.0,
         gated: bool = False,
+        gelu: bool = False,
         bias_N: Tensor | None = None,
         residual_TN: Tensor | None = None,
         out_TN: Tensor | None = None,
@@ -302,7 +316,7 @@ class LinearLauncher:
         if out is None:
             out = x_TK.new_empty((x_TK.shape[0], outputs))
         tiles = cdiv(outputs, plan.block_n // 2 if gated else plan.block_n)
-        kind = {"GATED": gated, "ADD": residual_TN is not None}
+        kind = {"GATED": gated, "GELU": gelu, "ADD": residual_TN is not None}
         if isinstance(plan, VectorPlan):
             padded = next_power_of_2(weight_NK.shape[1])
             vector_linear_kernel[(tiles,)](
@@ -335,7 +349,7 @@ class LinearLauncher:
         tiles = cdiv(outputs, plan.block_n)
         self._launch_tiles(
             plan, tiles, x_TK, weight_NK, None, x_TK, outputs, (parts_STN, None),
-            {"GATED": False, "ADD": False},
+            {"GATED": False, "GELU": False, "ADD": False},
         )  # fmt: skip
         return parts_STN
 

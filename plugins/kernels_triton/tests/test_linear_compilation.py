@@ -50,6 +50,7 @@ BIASED = {  # at the widths of Qwen2.5-1.5B
     "biased-gate_up": (17920, 1536, "gated"),
     "biased-o_proj": (1536, 1536, "add"),
 }
+GELU = {"gemma-gate_up": (18432, 2304, "gelu")}  # of Gemma 2 2B, of what is normed already
 HEADS = {  # the second has nearly as many weights as the kernels can count
     "head": (151936, 1024, "plain"),
     "long-head": (131071, 16384, "plain"),
@@ -60,18 +61,20 @@ def linear_job(
     name: str, rows: int, *, dependent: bool = False, dtype: str = "bf16", capability: int = 90
 ) -> AotJob:
     """The kernel that is chosen for a product, as the launcher calls it."""
-    weight_rows, inputs, kind = (PRODUCTS | LARGE | BIASED | ROUTERS | HEADS)[name]
+    weight_rows, inputs, kind = (PRODUCTS | LARGE | BIASED | GELU | ROUTERS | HEADS)[name]
     types = {"bf16": torch.bfloat16, "fp32": torch.float32}
-    rule = choose_gated if kind == "gated" else choose
+    gated = kind in ("gated", "gelu")
+    rule = choose_gated if gated else choose
     plan = rule(rows, weight_rows, inputs, types[dtype])
     pointers = dict.fromkeys(("x_ptr", "norm_weight_ptr", "weight_ptr", "out_ptr"), f"*{dtype}:16")
     signature = {**pointers, "x_stride": "i32:16", "out_stride": "i32:16"}
     constexprs: dict[str, int | float | bool | None] = {
         "bias_ptr": None,
         "EPS": 1e-6,
-        "OUTPUTS": weight_rows // 2 if kind == "gated" else weight_rows,
+        "OUTPUTS": weight_rows // 2 if gated else weight_rows,
         "INPUTS": inputs,
-        "GATED": kind == "gated",
+        "GATED": gated,
+        "GELU": kind == "gelu",
         "ADD": kind == "add",
         "DEPENDENT": dependent,
     }
@@ -80,7 +83,7 @@ def linear_job(
     if name in BIASED:
         del constexprs["bias_ptr"]
         signature["bias_ptr"] = f"*{dtype}:16"
-    if kind in ("add", "router", "plain"):
+    if kind in ("add", "router", "plain", "gelu"):
         del signature["norm_weight_ptr"]
         constexprs["norm_weight_ptr"] = None
     if isinstance(plan, VectorPlan):
@@ -123,8 +126,8 @@ def parts_job(name: str, rows: int) -> AotJob:
 
 def few_rows_job(name: str, *, capability: int = 90) -> AotJob:
     """The kernel in Gluon, as it is launched for two to eight rows."""
-    weight_rows, inputs, kind = (PRODUCTS | LARGE | BIASED)[name]
-    gated = kind == "gated"
+    weight_rows, inputs, kind = (PRODUCTS | LARGE | BIASED | GELU)[name]
+    gated = kind in ("gated", "gelu")
     plan = choose_few_rows(4, weight_rows, inputs, torch.bfloat16, gated=gated)
     assert plan is not None
     signature = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "*bf16:16")
@@ -137,6 +140,7 @@ def few_rows_job(name: str, *, capability: int = 90) -> AotJob:
         "OUTPUTS": weight_rows // 2 if gated else weight_rows,
         "INPUTS": inputs,
         "GATED": gated,
+        "GELU": kind == "gelu",
         "ADD": kind == "add",
         "DEPENDENT": True,
         "BLOCK_N": plan.block_n,
@@ -161,7 +165,7 @@ def job_behind_experts(outputs: int, inputs: int) -> AotJob:
     return replace(job, constexprs=constexprs, num_warps=plan.num_warps)
 
 
-FEW = (*PRODUCTS, *BIASED, "1.7b-gate_up", "8b-qkv", "30b-a3b-o_proj", "odd")
+FEW = (*PRODUCTS, *BIASED, *GELU, "1.7b-gate_up", "8b-qkv", "30b-a3b-o_proj", "odd")
 WIDE = ("gate_up", "1.7b-gate_up", "32b-gate_up")
 """Each of another plan, at 65 to 128 rows."""
 JOBS = {
@@ -185,6 +189,9 @@ JOBS = {
     **{f"vector-{name}-dependent": linear_job(name, 1, dependent=True) for name in BIASED},
     **{f"tile-{name}-dependent": linear_job(name, 16, dependent=True) for name in BIASED},
     **{f"tile-{name}-64-dependent": linear_job(name, 64, dependent=True) for name in BIASED},
+    **{f"vector-{name}-dependent": linear_job(name, 1, dependent=True) for name in GELU},
+    **{f"tile-{name}-dependent": linear_job(name, 16, dependent=True) for name in GELU},
+    **{f"tile-{name}-64-dependent": linear_job(name, 64, dependent=True) for name in GELU},
     "vector-behind-experts-30b-a3b": job_behind_experts(5120, 2048),
     **{f"vector-{name}": linear_job(name, 1) for name in HEADS},
     **{f"tile-{name}-64": linear_job(name, 64) for name in HEADS},

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 pytest.importorskip("triton", reason="imports Triton kernels")
 
 from nanovllm_core.api import Product
-from nanovllm_kernels_triton import kernel_set
+from nanovllm_kernels_triton import kernel_set, loading
 from nanovllm_kernels_triton.kernel_set import TritonKernels
 
 
@@ -76,12 +76,13 @@ def calls_of_cublas(patch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...
         raise LaunchedError
 
     patch.setattr(kernel_set, "linear", linear)
+    patch.setattr(loading, "linear", linear)
     patch.setattr(torch, "mm", mm)
     patch.setattr(torch.Tensor, "addmm_", add)
     patch.setattr(kernel_set.LinearLauncher, "run", launch)
     patch.setattr(kernel_set.LinearLauncher, "run_parts", launch)
     patch.setattr(TritonKernels, "rms_norm", lambda self, x, *_: x)
-    patch.setattr(TritonKernels, "silu_and_mul", lambda self, x: x)
+    patch.setattr(kernel_set, "run_activate_and_mul", lambda x, *_, **__: x)
     return calls
 
 

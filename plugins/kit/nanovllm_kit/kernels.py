@@ -22,6 +22,7 @@ from nanovllm_kit.kernel_experts import ExpertChecks
 from nanovllm_kit.kernel_latent import LatentChecks
 from nanovllm_kit.kernel_mixture import MixtureChecks
 from nanovllm_kit.kernel_norming import NormingChecks
+from nanovllm_kit.kernel_post_norm import PostNormChecks
 from nanovllm_kit.kernel_routing import RoutingChecks
 from nanovllm_kit.numerics import assert_close_report
 
@@ -39,7 +40,13 @@ PRODUCT_SHAPES = [*FEW, (17, 1100, 200), (129, 1100, 200), (513, 64, 48)]
 
 
 class KernelSetConformance(
-    LatentChecks, ExpertChecks, RoutingChecks, MixtureChecks, NormingChecks, SpecConformance
+    LatentChecks,
+    ExpertChecks,
+    RoutingChecks,
+    MixtureChecks,
+    NormingChecks,
+    PostNormChecks,
+    SpecConformance,
 ):
     """Each operation equals the reference, with gaps between rows and padding among them."""
 

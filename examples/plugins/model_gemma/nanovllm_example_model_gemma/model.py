@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
-from torch.nn.functional import gelu
 
 from nanovllm_core.api import ModelShape, QKPrep
 from nanovllm_core.layers import (
@@ -33,6 +32,8 @@ from nanovllm_core.layers import (
     VocabParallelEmbedding,
     ZeroCenteredRMSNorm,
     build_cos_sin_cache,
+    gelu_gate_up,
+    norm_add,
     norm_linear,
 )
 from nanovllm_example_model_gemma.config import GemmaConfig, read_gemma2, read_gemma3
@@ -123,16 +124,20 @@ class DecoderLayer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = norm(), norm()
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
 
-    def forward(self, residual_TE: Tensor, positions_T: Tensor) -> Tensor:
-        """The residual is overwritten on the way: only what is returned counts."""
-        attention, mlp = self.self_attn, self.mlp
+    def forward(
+        self, residual_TE: Tensor, positions_T: Tensor, following: ZeroCenteredRMSNorm
+    ) -> Tensor:
+        """The residual is overwritten on the way: only what is returned counts.
+
+        `following` is the first norm behind this layer.
+        """
+        attention, mlp, before_mlp = self.self_attn, self.mlp, self.pre_feedforward_layernorm
         qkv_TX = norm_linear(residual_TE, self.input_layernorm, attention.qkv_proj)
         attended_TE = attention.o_proj(attention.attn(qkv_TX, positions_T))
-        residual_TE = residual_TE.add_(self.post_attention_layernorm(attended_TE))
-        gate_up_T2F = norm_linear(residual_TE, self.pre_feedforward_layernorm, mlp.gate_up_proj)
-        gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
-        hidden_TF = gelu(gate_TF, approximate="tanh").mul_(up_TF)
-        return residual_TE.add_(self.post_feedforward_layernorm(mlp.down_proj(hidden_TF)))
+        residual_TE = norm_add(attended_TE, self.post_attention_layernorm, residual_TE, before_mlp)
+        hidden_TF = gelu_gate_up(residual_TE, before_mlp, mlp.gate_up_proj)
+        hidden_TE = mlp.down_proj(hidden_TF)
+        return norm_add(hidden_TE, self.post_feedforward_layernorm, residual_TE, following)
 
 
 class Decoder(nn.Module):
@@ -151,8 +156,9 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         residual_TE = self.embed_tokens(input_ids_T).mul_(self.embed_scale)
-        for layer in self.layers:
-            residual_TE = layer(residual_TE, positions_T)
+        norms = [layer.input_layernorm for layer in self.layers]
+        for layer, following in zip(self.layers, [*norms[1:], self.norm], strict=True):
+            residual_TE = layer(residual_TE, positions_T, following)
         return self.norm(residual_TE)
 
 
