@@ -311,11 +311,11 @@ def decode_tunings(
         pairs, resident, many = WIDE_PAIRS, WIDE_RESIDENT, WIDE_MANY
     elif num_heads // num_kv_heads not in ONE_GROUPS:
         pairs = DECODE_PAIRS[1:]
-    limits = [*pairs]
+    limits, (_, whole) = [*pairs], resident[0]
     for most, tuning in resident:
         memory = program_memory(_decode_tuning(tuning, options), padded_head_size(head_size))
         programs = shared_memory // memory
-        if programs >= most and (programs == 1 or tuning is not resident[0][1]):
+        if programs >= most and (programs == 1 or tuning is not whole):
             limits.append((most * num_multiprocessors, tuning))
     limits.append((max_num_rows * num_kv_heads, many))
     tunings: dict[int, DecodeTuning] = {}

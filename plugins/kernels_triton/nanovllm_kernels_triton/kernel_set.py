@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import torch
 from pydantic import BaseModel
 from torch import Tensor
-from torch.nn.functional import linear
 
 from nanovllm_core.api import (
     AdaptingKernels,
@@ -170,7 +169,7 @@ class TritonKernels(
         if len(x_TE) == 1 and weight_XE.data_ptr() in self._announced:
             plan = behind_experts(plan)
         if plan is None:
-            return linear(self.rms_norm(x_TE, norm_weight_E, eps), weight_XE, bias_X)
+            return super().linear(self.rms_norm(x_TE, norm_weight_E, eps), weight_XE, bias_X)
         return self._after_norm(plan, x_TE, norm_weight_E, eps, weight_XE, bias_X, gated=False)
 
     def norm_gate_up(
@@ -375,8 +374,10 @@ class TritonKernels(
         """The gated product of what is normed already."""
         plan = self._choose(x_TE, weight_2FE, gated=True)
         if plan is None:
-            gate_up_T2F = linear(x_TE, weight_2FE, bias_2F)
-            return run_activate_and_mul(gate_up_T2F, self._options, gelu=gelu)
+            gate_up_T2F = self.linear(x_TE, weight_2FE, bias_2F)
+            if gelu:
+                return run_activate_and_mul(gate_up_T2F, self._options, gelu=True)
+            return self.silu_and_mul(gate_up_T2F)
         return self._linears.run(plan, x_TE, weight_2FE, gated=True, gelu=gelu, bias_N=bias_2F)
 
     def _choose(self, x_TE: Tensor, weight_XE: Tensor, gated: bool = False) -> LinearPlan | None:

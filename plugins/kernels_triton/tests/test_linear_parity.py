@@ -146,6 +146,26 @@ def test_gate_and_up_of_more_rows_equal_their_reference(rows: int, tiles: int) -
     assert_close_report(behind_norm, expected, rel_norm=1e-3)
 
 
+class Halved(TritonKernels):
+    """A set that derives from this one, with an activation of its own."""
+
+    def silu_and_mul(self, gate_up_T2F: Tensor) -> Tensor:
+        return super().silu_and_mul(gate_up_T2F) / 2
+
+
+def test_an_activation_that_a_derived_set_replaces_is_called_for_many_rows() -> None:
+    """Where cuBLAS computes the product, before a norm of the set or behind one."""
+    x, norm_weight, weight, _ = problem(WIDE_ROWS + 1, 96, 40, torch.float32)
+    for name, arguments in {
+        "norm_gate_up": (x, norm_weight, EPS, weight),
+        "gate_up": (x, weight),
+    }.items():
+        halved, whole = (
+            getattr(kernels(), name)(*arguments) for kernels in (Halved, TritonKernels)
+        )
+        assert torch.equal(halved * 2, whole), name
+
+
 @pytest.mark.parametrize("rows", [1, 4, TILE_ROWS + 1])
 def test_a_residual_is_summed_in_place(rows: int) -> None:
     """What is returned is the residual itself: no other memory is written."""

@@ -75,14 +75,13 @@ def calls_of_cublas(patch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...
     def launch(*_: object, **__: object) -> Any:
         raise LaunchedError
 
-    patch.setattr(kernel_set, "linear", linear)
     patch.setattr(loading, "linear", linear)
     patch.setattr(torch, "mm", mm)
     patch.setattr(torch.Tensor, "addmm_", add)
     patch.setattr(kernel_set.LinearLauncher, "run", launch)
     patch.setattr(kernel_set.LinearLauncher, "run_parts", launch)
     patch.setattr(TritonKernels, "rms_norm", lambda self, x, *_: x)
-    patch.setattr(kernel_set, "run_activate_and_mul", lambda x, *_, **__: x)
+    patch.setattr(TritonKernels, "silu_and_mul", lambda self, x: x)
     return calls
 
 
