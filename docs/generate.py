@@ -237,7 +237,14 @@ def signatures() -> str:
         *("MergedColumnParallelLinear", "QKVParallelLinear", "RowParallelLinear"),
         *("VocabParallelEmbedding", "ParallelLMHead", "RMSNorm"),
         *("ZeroCenteredRMSNorm", "Attention"),
-        *("norm_linear", "linear_add", "gated_mlp", "build_cos_sin_cache"),
+        *(
+            "norm_linear",
+            "linear_add",
+            "gated_mlp",
+            "gelu_gate_up",
+            "norm_add",
+            "build_cos_sin_cache",
+        ),
         *("positive_int", "positive_float", "true_or_false", "nested", "list_of"),
     ]
     return "\n\n".join(

@@ -95,15 +95,18 @@ def place(detail: ErrorDetails) -> Location:
 
 def one_line_each(details: Sequence[ErrorDetails], line: Callable[[ErrorDetails], str]) -> str:
     """The lines of the first errors, and how many more there are."""
-    # Of a tuple, pydantic counts the right items alone, so it calls some too short that are not.
-    details = [
-        detail
-        for detail in details
-        if detail["type"] != "too_short" or len(detail["input"]) < detail["ctx"]["min_length"]
-    ] or details
+    details = [detail for detail in details if not _is_counted_wrong(detail, details)]
     lines = [clip(line(detail), MAX_LINE) for detail in details[:MAX_ERRORS]]
     more = [f"... and {len(details) - MAX_ERRORS} more"] if len(details) > MAX_ERRORS else []
     return "\n".join([*lines, *more])
+
+
+def _is_counted_wrong(detail: ErrorDetails, details: Sequence[ErrorDetails]) -> bool:
+    """Whether a tuple is called too short because pydantic counts its right items alone."""
+    if detail["type"] != "too_short" or len(detail["input"]) < detail["ctx"]["min_length"]:
+        return False
+    own = detail["loc"]
+    return any(one["loc"][: len(own)] == own for one in details if one is not detail)
 
 
 def explain_config(

@@ -247,14 +247,13 @@ class GatedKernels(Protocol):
 
 @runtime_checkable
 class GeluKernels(Protocol):
-    """A kernel set that has the gated product of models with GELU as one operation."""
+    """A kernel set that has the gated product of models with GELU (GeGLU) as one operation."""
 
     def gelu_gate_up(
         self, x_TE: Tensor, weight_2FE: Tensor, bias_2F: Tensor | None = None
     ) -> Tensor:
-        """gelu(gate) * up of linear(x) -> [T, F], by GELU's approximation with tanh.
-
-        Gate and up are rounded before the activation.
+        """gelu(gate) * up of linear(x) -> [T, F], by GELU's approximation with tanh, which
+        transformers calls `gelu_pytorch_tanh`. Gate and up are rounded before the activation.
         """
 
 

@@ -52,7 +52,8 @@ def gelu_gate_up(x_TE: Tensor, norm: RMSNorm, gate_up: MergedColumnParallelLinea
 def norm_add(x_TE: Tensor, norm: RMSNorm, residual_TE: Tensor, following: RMSNorm) -> Tensor:
     """residual + norm(x), for models that norm a block's result; `following` norms the sum next.
 
-    The residual is overwritten: use only what is returned.
+    The residual is overwritten: use only what is returned. Nothing may write to it before
+    `following` reads it, for its norm may be there already.
     """
     return norm.add_to(residual_TE, x_TE, following)
 

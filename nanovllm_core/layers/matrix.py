@@ -85,7 +85,7 @@ class WeightMatrix(ABC):
 
     tensor: Tensor | None = None
     """W as one tensor in the model's dtype; None in a format that stores it otherwise. Only with it
-    are a set's optional operations called: `NormingKernels`, `RoutingKernels`, `MixtureKernels`."""
+    are a set's optional operations called, such as `NormingKernels.linear_add_norm`."""
 
     def __init__(self, layer: Layer, outputs: Pieces, inputs: Piece) -> None:
         """`outputs` and `inputs` say which part of the checkpoint's W this rank holds."""

@@ -11,7 +11,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSeriali
 
 Model = TypeVar("Model", bound=BaseModel)
 MAX_WRONG = 1000
-"""Values that are described: 300,000 take a second, in which an engine takes no step."""
+"""At most so many errors are described. 300,000 take a second, in which an engine takes no step."""
 _PLAIN = "must hold texts, numbers, true, false, null, lists and mappings alone ({})"
 
 

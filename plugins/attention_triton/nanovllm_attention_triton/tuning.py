@@ -1,7 +1,8 @@
 """The constants of the kernels, one table per phase.
 
 `attention_decode.py`, `attention_prefill.py` and `attention_from_qkv.py` in `benchmarks/` sweep
-them on a GPU; nothing else in the package names a number that is a matter of speed.
+those of heads of 128 on a GPU; nothing else in the package names a number that is a matter of
+speed.
 """
 
 from __future__ import annotations
@@ -164,7 +165,8 @@ DECODE_RESIDENT: Limits = (
 """The same for so many on each multiprocessor, where it has room for as many programs at once.
 Beyond, DECODE_MANY took 8 to 12 % less on an H200 than tiles of 32 for 513 to 768 of them."""
 OTHER_SHARED_MEMORY, WIDE_OTHER_SHARED_MEMORY = 9 * 1024, 11 * 1024
-"""At most what a program takes beside its tiles: queries, weights, and what CUDA reserves."""
+"""At most what a program of up to 16 query heads takes beside its tiles: queries, weights, and what
+CUDA reserves."""
 DECODE_REGISTERS = 168
 """Per thread, where masks of a window or of a padded head take some: as many as leave room for the
 programs that shared memory has room for. Left alone, ptxas takes fewer and spills a few bytes."""
@@ -183,16 +185,16 @@ PREFILL = {
     2: PrefillTuning(block_m=64, block_n=64, num_warps=4, num_stages=3),
     4: PrefillTuning(block_m=32, block_n=32, num_warps=8, num_stages=1, copy_engine=False),
 }
-# Heads above WIDE: twice the registers and shared memory for every token, so smaller tiles, more
-# warps, fewer stages; but where the copy engine loads the tiles, one program of large ones.
+# Heads above WIDE: twice the registers and shared memory for every token, so smaller tiles; but
+# where the copy engine loads the tiles of a prompt, one program of large ones.
 WIDE = 128
 WIDE_HEADS = 32
 """More heads of 256 would not fit 99 KiB."""
-# Chunks of a fixed length, and float32.
 WIDE_DECODE = {
     2: DecodeTuning(tile=32, num_warps=4, num_stages=3, most_heads=WIDE_HEADS),
     4: DecodeTuning(tile=16, num_warps=8, num_stages=2, most_heads=WIDE_HEADS),
 }
+"""Of all numbers of rows in float32, and of chunks of a fixed length; by the size of an element."""
 
 
 def half_tiles(tuning: DecodeTuning) -> DecodeTuning:
@@ -205,12 +207,20 @@ WIDE_ONE = DecodeTuning(
     registers=168,
 )  # fmt: skip
 """On an H200 attention of a row of 512 to 4,096 keys takes 10 to 25 % less time so than in tiles of
-16, and steps of Gemma 3 4B take 2 % less at four rows. Eight rows of 4,096 keys take 10 % more."""
+16, and steps of Gemma 3 4B take 3 % less at four rows. Eight rows of 4,096 keys take 10 % more."""
 WIDE_PAIRS: Limits = ((16, WIDE_ONE), (64, half_tiles(DECODE_FEW[2])))
-WIDE_RESIDENT: Limits = tuple((most, half_tiles(tuning)) for most, tuning in DECODE_RESIDENT)
+WIDE_RESIDENT: Limits = (
+    *((most, half_tiles(tuning)) for most, tuning in DECODE_RESIDENT[:-1]),
+    (4, WIDE_DECODE[2]),
+)
 WIDE_MANY = half_tiles(DECODE_MANY)
-"""As the tables of narrow heads. On an H200 16 to 256 rows of 600 and 2,560 keys, of 1, 4 and 8 KV
-heads of 256, took up to 25 % less time so than by WIDE_DECODE alone, and 5 % more at most."""
+"""The tables of narrow heads, but for four programs on a multiprocessor: their registers leave room
+for three. On an H200 4 to 256 rows of 600 and 2,560 keys, of 1, 4 and 8 KV heads of 256, took up to
+25 % less time so than by WIDE_DECODE alone, and 6 % more at most."""
+TWO_WARP_GROUP = 4
+"""Results of more query heads of 256 numbers spill the registers of programs of two warps."""
+
+
 WIDE_PREFILL = {
     2: PrefillTuning(block_m=64, block_n=32, num_warps=8, num_stages=2),
     4: PrefillTuning(block_m=16, block_n=16, num_warps=8, num_stages=1, copy_engine=False),
@@ -306,16 +316,14 @@ def decode_tunings(
     if options.chunk_size or element_size == 4:
         table = WIDE_DECODE if wide else DECODE_FEW
         return [(max_num_rows, _decode_tuning(table[element_size], options))]
-    pairs, resident, many = DECODE_PAIRS, DECODE_RESIDENT, DECODE_MANY
-    if wide:
-        pairs, resident, many = WIDE_PAIRS, WIDE_RESIDENT, WIDE_MANY
-    elif num_heads // num_kv_heads not in ONE_GROUPS:
-        pairs = DECODE_PAIRS[1:]
+    group = num_heads // num_kv_heads
+    pairs, resident, many = _wide_tables(group) if wide else _narrow_tables(group)
     limits, (_, whole) = [*pairs], resident[0]
     for most, tuning in resident:
         memory = program_memory(_decode_tuning(tuning, options), padded_head_size(head_size))
         programs = shared_memory // memory
-        if programs >= most and (programs == 1 or tuning is not whole):
+        fits = programs >= most and (programs == 1 or tuning is not whole)
+        if fits or tuning.registers is None:
             limits.append((most * num_multiprocessors, tuning))
     limits.append((max_num_rows * num_kv_heads, many))
     tunings: dict[int, DecodeTuning] = {}
@@ -324,6 +332,20 @@ def decode_tunings(
         if rows > max(tunings, default=0):
             tunings[rows] = _decode_tuning(tuning, options)
     return list(tunings.items())
+
+
+def _narrow_tables(group: int) -> tuple[Limits, Limits, DecodeTuning]:
+    """Of few pairs, of so many programs on each multiprocessor, and of more."""
+    pairs = DECODE_PAIRS if group in ONE_GROUPS else DECODE_PAIRS[1:]
+    return pairs, DECODE_RESIDENT, DECODE_MANY
+
+
+def _wide_tables(group: int) -> tuple[Limits, Limits, DecodeTuning]:
+    """The same for heads above WIDE, without programs of two warps where they would spill."""
+    if group <= TWO_WARP_GROUP:
+        return WIDE_PAIRS, WIDE_RESIDENT, WIDE_MANY
+    resident = tuple((most, tuning) for most, tuning in WIDE_RESIDENT if tuning.num_warps > 2)
+    return ((WIDE_PAIRS[-1][0], WIDE_ONE),), resident, WIDE_MANY
 
 
 def program_memory(tuning: DecodeTuning, block_d: int) -> int:

@@ -18,6 +18,7 @@ from nanovllm_attention_triton.tuning import (
     DECODE_SIX,
     DECODE_THREE,
     DECODE_WHOLE,
+    WIDE_DECODE,
     WIDE_HEADS,
     decode_tunings,
     program_memory,
@@ -157,13 +158,48 @@ def test_wide_heads_have_the_same_tables_of_half_as_many_keys():
     wide, narrow = tunings(head_size=256), tunings()
     assert [rows for rows, _ in wide] == [2, *(rows for rows, _ in narrow)]
     assert [rows for rows, _ in tunings(head_size=192)] == [rows for rows, _ in wide]
-    for (_, halved), (_, whole) in zip(wide[1:], narrow, strict=True):
-        assert (halved.tile, halved.most_heads) == (whole.tile // 2, WIDE_HEADS)
-        assert program_memory(halved, 256) - program_memory(whole, 128) == 2 * 1024
+    for (rows, halved), (_, whole) in zip(wide[1:], narrow, strict=True):
+        if whole == DECODE_FOUR:
+            assert halved == WIDE_DECODE[2], rows
+        else:
+            assert (halved.tile, halved.most_heads) == (whole.tile // 2, WIDE_HEADS)
+            assert program_memory(halved, 256) - program_memory(whole, 128) == 2 * 1024
     small = tunings(head_size=256, num_multiprocessors=142, shared_memory=100 * 1024)
     assert all(program_memory(tuning, 256) < 100 * 1024 for _, tuning in small)
     [(rows, fixed)] = tunings(head_size=256, options=TritonOptions(chunk_size=128))
     assert (rows, fixed.fixed_chunk, fixed.tile) == (256, 128, 32)
+
+
+@pytest.mark.parametrize("num_heads", [8, 16, 32, 64, 128])
+def test_programs_of_wide_heads_and_large_groups_have_four_warps(num_heads):
+    """Those of two would spill the results of more than four query heads."""
+    device = {"num_multiprocessors": 132, "shared_memory": 228 * 1024}
+    warps = {
+        tuning.num_warps
+        for _, tuning in decode_tunings(2, 256, num_heads, 4, 256, TritonOptions(), **device)
+    }
+    assert warps == ({2, 4} if num_heads <= 16 else {4})
+
+
+@pytest.mark.parametrize("head_size", [64, 128, 192, 256])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("window", [None, 512])
+def test_rows_of_a_table_of_resident_programs_are_resident(head_size, num_kv_heads, window):
+    """All programs of uncut rows have their place at once, by registers and by memory."""
+    for num_heads in (num_kv_heads, 4 * num_kv_heads):
+        chosen = decode_tunings(
+            2, head_size, num_heads, num_kv_heads, 256, TritonOptions(),
+            num_multiprocessors=132, shared_memory=228 * 1024,
+        )  # fmt: skip
+        for rows, tuning in chosen:
+            shape = DecodeShape(
+                num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size,
+                max_num_seqs=256, max_seq_len=4096, num_multiprocessors=132, window=window,
+                most_heads=tuning.most_heads,
+            )  # fmt: skip
+            masked = window and head_size in (64, 128)  # registers for masks leave room for three
+            if tuning.registers and not (tuning == DECODE_FOUR and masked):
+                assert rows <= shape.resident_items(rows, tuning), (rows, tuning)
 
 
 def planned_items(tuning, lens):

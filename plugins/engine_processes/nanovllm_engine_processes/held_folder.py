@@ -24,6 +24,7 @@ _held: weakref.WeakValueDictionary[Path, HeldFolder] = weakref.WeakValueDictiona
 
 
 def _close_files() -> None:
+    _held.clear()
     for files in tuple(_files):
         files.close()
 
@@ -49,7 +50,8 @@ class HeldFolder:
         self.make()
 
     def make(self) -> None:
-        """Make the folder and lock it."""
+        """Make the folder and lock it; the locks of one that was removed are given up."""
+        self._locks.close()
         self.path.mkdir(mode=0o700)
         # systemd-tmpfiles spares a locked folder, and all beneath it, however old its files are.
         handle = os.open(self.path, os.O_RDONLY)

@@ -183,7 +183,7 @@ class TritonKernels(
         plan = self._choose(x_TE, weight_2FE, gated=True)
         if plan is None:
             normed_TE = self.rms_norm(x_TE, norm_weight_E, eps)
-            return self._gate_up(normed_TE, weight_2FE, bias_2F, gelu=False)
+            return self.silu_and_mul(super().linear(normed_TE, weight_2FE, bias_2F))
         return self._after_norm(plan, x_TE, norm_weight_E, eps, weight_2FE, bias_2F, gated=True)
 
     def gate_up(self, x_TE: Tensor, weight_2FE: Tensor, bias_2F: Tensor | None = None) -> Tensor:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
-from nanovllm_kit.aot import AotJob, AotReport
+from nanovllm_kit.aot import AotJob, AotReport, compile_kernels
 from nanovllm_kit.registers import assert_within_list, compile_jobs
 
 ROWS = "nanovllm_kernels_triton.elementwise"
@@ -38,9 +39,10 @@ def add_norm_job(size: int, parts: int) -> AotJob:
     )
 
 
-def norm_add_norm_job(size: int) -> AotJob:
+def norm_add_norm_job(size: int, dtype: str) -> AotJob:
+    """With weights of this dtype."""
     pointers = dict.fromkeys(("x_ptr", "residual_ptr", "out_ptr"), "*bf16:16")
-    weights = dict.fromkeys(("weight_ptr", "next_weight_ptr"), "*fp32:16")
+    weights = dict.fromkeys(("weight_ptr", "next_weight_ptr"), f"*{dtype}:16")
     strides = dict.fromkeys(("x_stride", "residual_stride"), "i32:16")
     block = 1 << (size - 1).bit_length()
     return AotJob(
@@ -50,6 +52,7 @@ def norm_add_norm_job(size: int) -> AotJob:
             "EPS": 1e-6, "NEXT_EPS": 1e-6, "SIZE": size, "BLOCK": block, "DEPENDENT": True,
         },
         num_warps=min(max(block // 256, 1), 16),
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -157,7 +160,10 @@ JOBS = {
         for dtype, size in (("bf16", 1024), ("fp16", 4096), ("bf16", 8192), ("fp32", 2048))
     },
     **{f"add_norm-{size}": add_norm_job(size, parts) for size, parts in ((1024, 6), (4096, 2))},
-    **{f"norm_add_norm-{size}": norm_add_norm_job(size) for size in (2304, 5376)},
+    **{
+        f"norm_add_norm-{dtype}-{size}": norm_add_norm_job(size, dtype)
+        for dtype, size in (("fp32", 2304), ("bf16", 2304), ("fp32", 5376))
+    },
     "gelu-bf16": activation_job("bf16", 9216, gelu=True),
     **{f"embed-{dtype}": embed_job(dtype, 1024) for dtype in ("bf16", "fp32")},
     **{f"silu-{dtype}": activation_job(dtype, 3072) for dtype in ("bf16", "fp16", "fp32")},
@@ -204,7 +210,7 @@ def test_a_kernel_reads_and_writes_16_bytes_at_a_time(
 
 
 @pytest.mark.parametrize(
-    ("name", "loads"), [("add_norm-1024", 1), ("add_norm-4096", 1), ("norm_add_norm-2304", 4)]
+    ("name", "loads"), [("add_norm-1024", 1), ("add_norm-4096", 1), ("norm_add_norm-fp32-2304", 4)]
 )
 def test_a_norm_that_sums_reads_its_weights_alone_before_the_wait(
     name: str, loads: int, reports: dict[str, AotReport]
@@ -212,6 +218,14 @@ def test_a_norm_that_sums_reads_its_weights_alone_before_the_wait(
     """The residual may still be written, and what is added: float32 weights are two loads each."""
     before = reports[name].ptx.partition("griddepcontrol.wait")[0]
     assert len(re.findall(r"ld\.global", before)) == loads
+
+
+def test_a_sum_is_of_the_rounded_norm(reports: dict[str, AotReport]) -> None:
+    """A multiply-add of half precision would add the product by the weight unrounded."""
+    assert "fma.rn.bf16" not in reports["norm_add_norm-bf16-2304"].ptx
+    fused = replace(norm_add_norm_job(2304, "bf16"), enable_fp_fusion=True)
+    [report] = compile_kernels([fused])
+    assert "fma.rn.bf16" in report.ptx, "Triton fuses no more: leave enable_fp_fusion out"
 
 
 @pytest.mark.parametrize("name", PER_HEAD)

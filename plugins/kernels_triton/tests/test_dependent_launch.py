@@ -124,6 +124,9 @@ def consumers(dependent_launch: bool, rows: int) -> dict[str, tuple[Tensor, Call
         added = kernels.linear_add_norm(x, long, known.clone(), norm_weight, 1e-6)
         return torch.cat(added) if added is not None else kernels.linear_add(x, long, known.clone())
 
+    def norm_add_norm(x: Tensor, residual: Tensor) -> Tensor:
+        return torch.cat(kernels.norm_add_norm(x, norm_weight, 1e-6, residual, bias, 1e-6))
+
     heads, of_heads = random(rows, HEADS, HEAD_SIZE + 64), random(HEADS, 256, HEAD_SIZE, seed=12)
     return {
         "linear_per_head": (heads, lambda x: kernels.linear_per_head(x, of_heads)),
@@ -146,6 +149,10 @@ def consumers(dependent_launch: bool, rows: int) -> dict[str, tuple[Tensor, Call
             lambda x: kernels.linear_add(known, square, x, bias),
         ),
         "linear_add_norm": (wide, linear_add_norm),
+        "gate_up": (x, lambda x: kernels.gate_up(x, pair)),
+        "gelu_gate_up": (x, lambda x: kernels.gelu_gate_up(x, pair)),
+        "norm_add_norm": (x, lambda x: norm_add_norm(x, known.clone())),
+        "norm_add_norm to a late residual": (x, lambda x: norm_add_norm(known, x)),
         "prepare_qkv": (qkv, prepare),
         "norm_route": (x, norm_route),
         "norm_experts": (x, norm_experts),
@@ -186,6 +193,10 @@ def qk_prep() -> QKPrep:
         "norm_gate_up with a bias",
         "linear_add with a bias to a late residual",
         "linear_add_norm",
+        "gate_up",
+        "gelu_gate_up",
+        "norm_add_norm",
+        "norm_add_norm to a late residual",
         "prepare_qkv",
         "linear_per_head",
         "norm_route",

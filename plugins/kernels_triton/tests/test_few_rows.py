@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import gelu
 
+from nanovllm_core.api import GeluKernels
 from nanovllm_core.kernels import TorchKernels
 from nanovllm_kernels_triton import few_rows
 from nanovllm_kernels_triton.few_rows import GLUON_VERSIONS, has_few_rows_kernel
@@ -48,6 +50,14 @@ def told_set() -> TritonKernels:
 def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(CUDA, dtype)
+
+
+def gelu_gate_up(kernels: TorchKernels, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """By the set's own operation, or by those that it is made of."""
+    if isinstance(kernels, GeluKernels):
+        return kernels.gelu_gate_up(x, weight, bias)
+    gate, up = kernels.linear(x, weight, bias).float().chunk(2, dim=-1)
+    return (gelu(gate, approximate="tanh") * up).to(x.dtype)
 
 
 def test_it_is_chosen_for_two_to_eight_rows_of_weights_that_are_not_large() -> None:
@@ -114,8 +124,8 @@ def test_it_needs_dependent_launch_and_a_known_triton(monkeypatch: pytest.Monkey
 def test_a_product_of_few_rows_equals_its_reference(
     rows: int, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    """Plain, into float32, behind a norm, gated, and into a residual, and all but the second with a
-    bias; rows of x have gaps."""
+    """Plain, into float32, behind a norm, gated by SiLU and by GELU, and into a residual, and all
+    but the second with a bias; rows of x have gaps."""
     outputs, inputs = shape
     x = random(rows, 2 * inputs, dtype=dtype, seed=0)[:, :inputs]
     weight = random(outputs, inputs, dtype=dtype, seed=1) * inputs**-0.5
@@ -136,6 +146,7 @@ def test_a_product_of_few_rows_equals_its_reference(
                 kernels.norm_linear(x, norm, EPS, weight, bias),
                 kernels.norm_gate_up(x, norm, EPS, weight, bias),
                 kernels.linear_add(x, weight, residual.clone(), bias),
+                *(gelu_gate_up(kernels, x, weight, one) for one in (None, bias)),
             )
         )
     ours, reference = results

@@ -55,6 +55,7 @@ class AotJob:
 
     `signature` names every argument that is not in `constexprs`, in any order. A constant that is a
     Triton dtype is written as the string `"tl.float32"`. `maxnreg` bounds the registers per thread.
+    Without `enable_fp_fusion` no product and sum become one instruction.
     `capability` is the GPU's compute capability without its point. `disassemble` asks for the
     report's `sass`.
     """
@@ -65,6 +66,7 @@ class AotJob:
     num_warps: int = 4
     num_stages: int = 3
     maxnreg: int | None = None
+    enable_fp_fusion: bool = True
     capability: int = 90
     disassemble: bool = False
 
@@ -155,6 +157,7 @@ def _compile(job: AotJob) -> AotReport:
             "num_warps": job.num_warps,
             "num_stages": job.num_stages,
             "maxnreg": job.maxnreg,
+            "enable_fp_fusion": job.enable_fp_fusion,
         },
     )
     registers, spills = _resource_usage(compiled.asm["cubin"])

@@ -19,7 +19,7 @@ GELU_SHAPES = [(1, 64, 48), (2, 1100, 200), (4, 64, 48), (17, 1100, 200), (129, 
 POST_NORM_SHAPES = [(1, 16), (3, 96), (17, 1100), (129, 1100), (513, 96)]
 """(rows, size), powers of two or not."""
 EPS, NEXT_EPS = 0.05, 0.5
-"""Of about the mean squares, so that each counts."""
+"""Both are about the mean squares of what is normed, so that each counts."""
 
 
 class PostNormChecks:
@@ -35,8 +35,8 @@ class PostNormChecks:
         shape: tuple[int, int, int],
         biased: bool,
     ) -> None:
-        """Rounded before the activation, which is the one with tanh: the other one differs by up
-        to a thousandth. A second call has the same bits, and inputs stay as they are."""
+        """Gate and up are rounded before the activation, and exact GELU is another function. A
+        second call has the same bits, and inputs stay as they are."""
         if not isinstance(kernels, GeluKernels):
             pytest.skip(f"{kernels.name} has no gelu_gate_up")
         rows, inputs, outputs = shape

@@ -75,7 +75,7 @@ class TextOffsets:
         self._detokenizer = detokenizer
         self._decoder = getincrementaldecoder("utf-8")("replace")
         self._end = 0
-        """Characters that are complete, or can no longer be, whether or not their text is there."""
+        """Characters of the bytes that came: whole ones, and U+FFFD for those that are no UTF-8."""
         self._given = 0
         """Characters of the text that is there."""
 

@@ -780,7 +780,7 @@ def test_four_megabytes_of_small_values_are_measured_in_a_moment(check: Any) -> 
     began = time.process_time()
     with pytest.raises(ApiError):
         check(values)
-    assert time.process_time() - began < 0.15
+    assert time.process_time() - began < 0.3
 
 
 def test_a_public_path_that_no_request_has_is_refused() -> None:
