@@ -49,11 +49,13 @@ def gelu_gate_up(x_TE: Tensor, norm: RMSNorm, gate_up: MergedColumnParallelLinea
     return gate_up.matrix.gelu_gate_up(norm(x_TE), gate_up.bias)
 
 
-def norm_add(x_TE: Tensor, norm: RMSNorm, residual_TE: Tensor, following: RMSNorm) -> Tensor:
+def norm_add(
+    x_TE: Tensor, norm: RMSNorm, residual_TE: Tensor, following: RMSNorm | None = None
+) -> Tensor:
     """residual + norm(x), for models that norm a block's result; `following` norms the sum next.
 
     The residual is overwritten: use only what is returned. Nothing may write to it before
-    `following` reads it, for its norm may be there already.
+    `following` reads it, for its norm may be there already; None: no norm reads it next.
     """
     return norm.add_to(residual_TE, x_TE, following)
 

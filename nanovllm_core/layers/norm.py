@@ -35,9 +35,9 @@ class RMSNorm(Layer):
             normed_TE = self.context.kernels.rms_norm(x_TE, self.factors, self.eps)
         return normed_TE
 
-    def add_to(self, residual_TE: Tensor, x_TE: Tensor, following: RMSNorm) -> Tensor:
+    def add_to(self, residual_TE: Tensor, x_TE: Tensor, following: RMSNorm | None) -> Tensor:
         """residual + norm(x), which `following` norms next. The residual is overwritten."""
-        if self._post_norm is None:
+        if self._post_norm is None or following is None:
             return residual_TE.add_(self(x_TE))
         residual_TE, normed_TE = self._post_norm.norm_add_norm(
             x_TE, self.factors, self.eps, residual_TE, following.factors, following.eps

@@ -139,6 +139,11 @@ class ModelConformance(
         config = WatchedConfig(reference.config)
         model_class.shape(config)
         build_model(model_class, config)
+        if config.copied:
+            pytest.skip(
+                "the model copies config.json, so the suite cannot see which settings it reads: "
+                "read them from the mapping that it is given"
+            )
         of_class = type(reference.model.config)
         known = of_class().to_dict().keys() - PreTrainedConfig().to_dict().keys()
         varied = [self.tiny_config, self.stated_config(), *SETTINGS.values(), *ROPE_KINDS.values()]

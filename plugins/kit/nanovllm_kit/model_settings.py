@@ -91,6 +91,7 @@ SETTINGS: Mapping[str, Settings] = {
     "one KV head": {"num_key_value_heads": 1},
     "a large epsilon": {"rms_norm_eps": 0.3},
     "another activation": {"hidden_act": "gelu"},
+    "a third activation": {"hidden_act": "relu"},
     "a sliding window": {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 0},
     "capped logits": {"final_logit_softcapping": 2.0},
     "capped scores": {"attn_logit_softcapping": 2.0},
@@ -131,7 +132,8 @@ REQUIRED: Mapping[str, str] = {
 
 
 class WatchedConfig(dict[str, Any]):
-    """A config.json that knows which of its settings were asked for: `read`. A copy asks for all.
+    """A config.json that knows which of its settings were asked for, `read`, and whether all of
+    them were at once, for a copy: `copied`.
 
     `__iter__` is here because Python copies a dict without asking, unless its class has one.
     """
@@ -139,6 +141,7 @@ class WatchedConfig(dict[str, Any]):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.read: set[str] = set()
+        self.copied = False
 
     def __getitem__(self, key: str) -> Any:
         self.read.add(key)
@@ -153,10 +156,15 @@ class WatchedConfig(dict[str, Any]):
         return super().__contains__(key)
 
     def __iter__(self) -> Iterator[str]:
+        self.copied = True
         return super().__iter__()
 
+    def keys(self) -> Any:
+        self.copied = True
+        return super().keys()
+
     def items(self) -> Any:
-        self.read.update(self)
+        self.copied = True
         return super().items()
 
 

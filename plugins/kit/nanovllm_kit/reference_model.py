@@ -54,7 +54,8 @@ class ReferenceCheckpoint:
 
         `model_class` is a class of transformers such as `Qwen3ForCausalLM`; `settings` are what its
         configuration class takes. `std` is the standard deviation of the matrices. Norm weights and
-        biases are around 1, so that none is neutral; so are buffers that a checkpoint holds.
+        biases are around 1, so that none is neutral; so are buffers that a checkpoint holds. Norm
+        weights that the class begins at 0, since it adds 1, are around 0.
         """
         torch.manual_seed(seed)
         # A copy: a configuration class may write into what it is given.
@@ -66,9 +67,11 @@ class ReferenceCheckpoint:
         model.set_experts_implementation("eager")
         with torch.no_grad():
             stored = model.state_dict().keys()
-            buffers = [one for name, one in model.named_buffers() if name in stored]
-            for tensor in (*model.parameters(), *buffers):
+            buffers = [named for named in model.named_buffers() if named[0] in stored]
+            for name, tensor in (*model.named_parameters(), *buffers):
                 mean, spread = (1.0, 0.2) if tensor.dim() == 1 else (0.0, std)
+                if tensor.dim() == 1 and "norm" in name and not tensor.any():
+                    mean = 0.0
                 tensor.normal_(mean, spread)
         model.save_pretrained(folder)
         return cls(model, folder, json.loads((folder / "config.json").read_text("utf-8")))
