@@ -37,10 +37,10 @@ WINDOW = "return self.sliding_window if self.layer_types[layer] == SLIDING else 
 CAP = "soft_cap={},\n        )\n\n    def shape"
 ROPES = "for kind, rope in (({}, local), ({}, whole))"
 NORMED = "norm_linear(residual_TE, {}, attention.qkv_proj)"
-ADDED = "residual_TE = norm_add(attended_TE, self.post_attention_layernorm, residual_TE, {})"
-GATED = "hidden_TF = gelu_gate_up(residual_TE, before_mlp, mlp.gate_up_proj)"
-EXACT = """gate_TF, up_TF = norm_linear(residual_TE, before_mlp, mlp.gate_up_proj).chunk(2, -1)
-        hidden_TF = torch.nn.functional.gelu(gate_TF) * up_TF"""
+ADDED = "residual_SE = norm_add(attended_SE, self.post_attention_layernorm, residual_SE, {})"
+GATED = "hidden_SF = gelu_gate_up(residual_SE, before_mlp, mlp.gate_up_proj)"
+EXACT = """gate_SF, up_SF = norm_linear(residual_SE, before_mlp, mlp.gate_up_proj).chunk(2, -1)
+        hidden_SF = torch.nn.functional.gelu(gate_SF) * up_SF"""
 ATTENTION = "class SelfAttention(nn.Module):"
 PLAIN = """class _Plain:
     def __init__(self, norm):
@@ -76,7 +76,7 @@ MUTATIONS = [
         "model.py",
         "the norm behind attention is left out",
         LOGITS,
-        (ADDED.format("before_mlp"), "residual_TE = residual_TE.add_(attended_TE)"),
+        (ADDED.format("before_mlp"), "residual_SE = residual_SE.add_(attended_SE)"),
     ),
     bug("model.py", "GELU without tanh", LOGITS, (GATED, EXACT)),
     bug(
@@ -85,8 +85,8 @@ MUTATIONS = [
         "test_norms_that_a_kernel_set_computes_ahead_are_those_that_are_read",
         (ADDED.format("before_mlp"), ADDED.format("following")),
         (
-            "norm_add(hidden_TE, self.post_feedforward_layernorm, residual_TE, following)",
-            "residual_TE.add_(self.post_feedforward_layernorm(hidden_TE))",
+            "norm_add(hidden_SE, self.post_feedforward_layernorm, residual_SE, following)",
+            "residual_SE.add_(self.post_feedforward_layernorm(hidden_SE))",
         ),
     ),
     bug(

@@ -8,8 +8,8 @@ Gemma's own: norms behind attention and MLP too, all of them times 1 + weight; G
 a scale of the embedding; caps; and layers of two kinds, that see everything or slide, each kind
 with a rotation of its own.
 
-Shape suffixes: T tokens, E hidden size, F intermediate size of this rank, V vocabulary, X packed
-q, k, v.
+Shape suffixes: T tokens, S those of them that are still needed, E hidden size, F intermediate size
+of this rank, V vocabulary, X packed q, k, v, Y the results of this rank's heads.
 """
 
 from __future__ import annotations
@@ -133,11 +133,13 @@ class DecoderLayer(nn.Module):
         """
         attention, mlp, before_mlp = self.self_attn, self.mlp, self.pre_feedforward_layernorm
         qkv_TX = norm_linear(residual_TE, self.input_layernorm, attention.qkv_proj)
-        attended_TE = attention.o_proj(attention.attn(qkv_TX, positions_T))
-        residual_TE = norm_add(attended_TE, self.post_attention_layernorm, residual_TE, before_mlp)
-        hidden_TF = gelu_gate_up(residual_TE, before_mlp, mlp.gate_up_proj)
-        hidden_TE = mlp.down_proj(hidden_TF)
-        return norm_add(hidden_TE, self.post_feedforward_layernorm, residual_TE, following)
+        out_TY = attention.attn(qkv_TX, positions_T)
+        out_SY, residual_SE = attention.attn.keep_sampled(out_TY, residual_TE)
+        attended_SE = attention.o_proj(out_SY)
+        residual_SE = norm_add(attended_SE, self.post_attention_layernorm, residual_SE, before_mlp)
+        hidden_SF = gelu_gate_up(residual_SE, before_mlp, mlp.gate_up_proj)
+        hidden_SE = mlp.down_proj(hidden_SF)
+        return norm_add(hidden_SE, self.post_feedforward_layernorm, residual_SE, following)
 
 
 class Decoder(nn.Module):
