@@ -523,6 +523,12 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         load(tmp_path / "none.yaml")
 
 
+def test_a_folder_is_a_model_and_no_file(tmp_path: Path) -> None:
+    """As `nanovllm explain FOLDER` takes it."""
+    with pytest.raises(ConfigError, match=r"Is a directory; give a file, with .* as `model`$"):
+        load(tmp_path)
+
+
 def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
     file = tmp_path / "weights.bin"
     file.write_bytes(b"seed: \xff")

@@ -199,7 +199,8 @@ def read_yaml(file: str | os.PathLike[str]) -> dict[Any, Any]:
             text = stream.read(MAX_SIZE + 1)
     except (OSError, ValueError) as error:  # no such file, no UTF-8, a name with a zero byte
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"{shown(str(file))} cannot be read: {clip(reason)}") from None
+        hint = "; give a file, with the model's folder as `model`" if Path(file).is_dir() else ""
+        raise ConfigError(f"{shown(str(file))} cannot be read: {clip(reason)}{hint}") from None
     values = parse_yaml(text, str(file))
     if values is not None and not isinstance(values, dict):
         raise ConfigError(

@@ -26,7 +26,7 @@ class TensorParallel(Protocol):
         """How many ranks there are."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks, on every rank; `x` may be overwritten."""
+        """The sum over ranks, on every rank, in the model's dtype or float32; may overwrite `x`."""
 
     def all_reduce_add(self, x: Tensor, residual: Tensor) -> Tensor:
         """The residual, equal on all ranks, plus the sum; may overwrite both. May round twice."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import transformers
 from torch import Tensor
 
 from nanovllm_core.layers import AttentionLayer, DecoderConfig, DecoderForCausalLM
+from nanovllm_kit.model import ModelConformance
 from nanovllm_kit.model_runtime import CaptureChecks
-from nanovllm_kit.model_settings import LLAMA_LIKE, WatchedConfig
+from nanovllm_kit.model_settings import LLAMA_LIKE
 from nanovllm_kit.reference_model import ReferenceCheckpoint
 
 IDS = torch.arange(9)
@@ -75,12 +77,22 @@ def test_the_wrong_tokens_are_caught(
         )
 
 
-def test_a_copy_of_the_settings_is_noticed() -> None:
-    """As by `{**defaults, **config}`, in which the suite cannot see what is read."""
-    for copy in (lambda c: {**c}, dict, lambda c: list(c.items()), lambda c: [*c]):
-        config = WatchedConfig(a=1, b=2)
-        copy(config)
-        assert config.copied
-    config = WatchedConfig(a=1, b=2)
-    assert (config["a"], config.get("b"), "c" in config) == (1, 2, False)
-    assert (config.copied, config.read) == (False, {"a", "b", "c"})
+class Suite(ModelConformance):
+    tiny_config = LLAMA_LIKE
+
+
+def test_another_default_than_that_of_transformers_is_caught(
+    reference: ReferenceCheckpoint, tmp_path: Path
+) -> None:
+    """A checkpoint that leaves the setting out would be computed wrongly without an error."""
+
+    class Own(Model):
+        @classmethod
+        def read_config(cls, config: Mapping[str, Any]) -> DecoderConfig:
+            epsilon = config.get("rms_norm_eps", 0.3)
+            return replace(DecoderConfig.from_config(config), rms_norm_eps=epsilon)
+
+    check = Suite().test_the_model_is_the_same_without_settings_that_have_their_default
+    check(Model, transformers.LlamaForCausalLM, reference, IDS, tmp_path)
+    with pytest.raises(AssertionError, match="without rms_norm_eps, which is 1e-06 then"):
+        check(Own, transformers.LlamaForCausalLM, reference, IDS, tmp_path)

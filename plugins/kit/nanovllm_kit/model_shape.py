@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from nanovllm_core.errors import ArchitectureError
 from nanovllm_core.interfaces.model import UNREADABLE_ERRORS, ModelShape
 from nanovllm_core.layers import AttentionLayer
-from nanovllm_kit.model_settings import REQUIRED, UNSUPPORTED, Settings
+from nanovllm_kit.model_settings import REQUIRED, UNSUPPORTED, Settings, WatchedConfig
 from nanovllm_kit.model_small import SmallModel, known_settings
 from nanovllm_kit.model_weights import assert_same_logits
 from nanovllm_kit.reference_model import (
@@ -120,6 +122,40 @@ class ShapeChecks(SmallModel):
         default = getattr(reference_class.config_class(), key)
         taken = getattr(shape, REQUIRED[key])
         assert taken == default, f"without {name} shape() takes {taken}, transformers {default}"
+
+    def test_the_model_is_the_same_without_settings_that_have_their_default(
+        self,
+        model_class: Any,
+        reference_class: Any,
+        reference: ReferenceCheckpoint,
+        ids: Tensor,
+        tmp_path: Path,
+    ) -> None:
+        """Published checkpoints leave out what transformers knows. A model may insist on a setting,
+        by an error, and must not take another value for it. Numbers and switches are tried here,
+        all with transformers' defaults, but for sizes."""
+        config = WatchedConfig(reference.config)
+        model_class.shape(config)
+        build_model(model_class, config)
+        defaults = type(reference.model.config)().to_dict()
+        tried = sorted(
+            k for k in config.read & defaults.keys() if type(defaults[k]) in (bool, float)
+        )
+        usual = self.save(reference_class, tmp_path, {name: defaults[name] for name in tried})
+        shape, expected_TV = model_class.shape(usual.config), usual.logits(ids)
+        for name in tried:
+            left = {other: value for other, value in usual.config.items() if other != name}
+            try:
+                mine = model_class.shape(left)
+            except (ArchitectureError, *UNREADABLE_ERRORS):
+                continue
+            without = f"without {name}, which is {defaults[name]} then"
+            assert mine == shape, f"{without}, the shape is another"
+            actual_TV = run_model(load_model(model_class, usual.folder, left), ids)
+            try:
+                assert_same_logits(actual_TV, expected_TV)
+            except AssertionError as error:
+                raise AssertionError(f"{without}: {error}") from None
 
 
 def _own_name(reference_class: Any, key: str) -> str:
