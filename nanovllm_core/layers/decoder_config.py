@@ -60,14 +60,16 @@ class DecoderConfig:
         qk_norm: bool = False,
         sliding_window: int | None = None,
         partial_rotary: bool = False,
+        default_eps: float = 1e-6,
     ) -> DecoderConfig:
         """Read and check a config.json; the arguments are the architecture's answers.
 
         A setting that is absent or null has its usual value. `sliding_window` becomes None where
         the longest context fits in it, so that it hides nothing. `partial_rotary`: the architecture
-        honours `partial_rotary_factor`. Raises ArchitectureError, which names the setting, its
-        value and what to do: for one that is missing or wrong, another activation than SiLU, layers
-        that differ, a quantised checkpoint, a rope that is not served.
+        honours `partial_rotary_factor`. `default_eps`: the norms' epsilon, where config.json has
+        none. Raises ArchitectureError, which names the setting, its value and what to do: for one
+        that is missing or wrong, another activation than SiLU, layers that differ, a quantised
+        checkpoint, a rope that is not served.
         """
         _refuse_what_no_decoder_here_computes(config)
         hidden_size = positive_int(config, "hidden_size")
@@ -93,7 +95,7 @@ class DecoderConfig:
             num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=positive_float(config, "rms_norm_eps", default=1e-6),
+            rms_norm_eps=positive_float(config, "rms_norm_eps", default=default_eps),
             tie_word_embeddings=true_or_false(config, "tie_word_embeddings"),
             rope=rope,
             qkv_bias=qkv_bias,
