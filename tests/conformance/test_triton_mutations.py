@@ -308,7 +308,7 @@ MUTATIONS = [
     ),
     bug(
         "a soft cap is applied to scores before their scale", DECODE_KERNEL, SOFT_CAPS,
-        ("tanh(scores / (SOFT_CAP * LOG2_E))", "tanh(scores / log2_scale / (SOFT_CAP * LOG2_E))"),
+        ("tanh(scores / (SOFT_CAP", "tanh(scores / log2_scale / (SOFT_CAP"),
     ),
     # Decode from packed q, k, v.
     bug(
@@ -394,7 +394,7 @@ WINDOWS_AND_SOFT_CAPS = [
     ),
     bug(
         "the soft cap is ignored, in decode", DECODE_KERNEL, SOFT_CAPS,
-        ("tanh(scores / (SOFT_CAP * LOG2_E)) * (SOFT_CAP * LOG2_E)", "scores"),
+        ("tanh(scores / (SOFT_CAP * LOG2_E), k.dtype) * (SOFT_CAP * LOG2_E)", "scores"),
     ),
     bug(
         "the soft cap bends the scores before their scale", PREFILL_KERNEL, SOFT_CAPS,

@@ -26,9 +26,10 @@ from COPY.kernel_set import TritonKernels
 from COPY.linear import LinearLauncher
 from COPY.linear_choice import choose_parts
 from nanovllm_kit.kernel_norming import NormingChecks
+from nanovllm_kit.kernel_post_norm import PostNormChecks
 from nanovllm_kit.numerics import assert_close_report
 
-class TestCopy(NormingChecks):
+class TestCopy(NormingChecks, PostNormChecks):
     @pytest.fixture
     def kernels(self):
         return TritonKernels()
@@ -59,9 +60,14 @@ class TestCopy(NormingChecks):
 """,
 )
 AT_ONCE = "test_a_product_and_a_norm_at_once_equal_the_two_one_by_one"
+THREE = "test_a_norm_a_sum_and_a_norm_at_once_equal_the_three_one_by_one"
+GELU = "test_a_product_gated_by_gelu_equals_the_operations_one_by_one"
 ONE_ROUNDING, BITS = "test_a_float32_weight", "test_the_bits_of_tickets"
 NORM, PRODUCT, SET = "elementwise.py", "linear.py", "kernel_set.py"
 SUM = "x = (total + residual.to(tl.float32)).to(residual.dtype)"
+RESIDUAL = """row * residual_stride + columns
+    residual = tl.load(residual_ptrs, mask=mask, other=0.0)
+    total = tl.zeros"""
 PLACE = "(part * num_tokens + row) * SIZE + columns"
 STORED = "        tl.store(ptrs, y, mask=mask)"
 
@@ -71,6 +77,27 @@ def bug(name: str, file: str, caught_by: str, *edits: tuple[str, str]) -> Mutati
 
 
 MUTATIONS = [
+    bug(
+        "both norms have the first one's epsilon", NORM, THREE,
+        ("rms_normed(total, next_weight, SIZE, NEXT_EPS)",
+         "rms_normed(total, next_weight, SIZE, EPS)"),
+    ),
+    bug(
+        "the second norm is of the addend", NORM, THREE,
+        ("rms_normed(total, next_weight,", "rms_normed(addend.to(total.dtype), next_weight,"),
+    ),
+    bug(
+        "the addend is not normed", NORM, THREE,
+        ("addend = rms_normed(x, weight, SIZE, EPS).to(tl.float32)", "addend = x.to(tl.float32)"),
+    ),
+    bug(
+        "GELU has another cubic term", PRODUCT, GELU,
+        ("0.07135481627260025", "0.1"),
+    ),
+    bug(
+        "a product that is gated by GELU is gated by SiLU", PRODUCT, GELU,
+        ("y = activated(gate, GELU) * up", "y = activated(gate, False) * up"),
+    ),
     bug("the last part is left out", NORM, AT_ONCE, ("range(PARTS)", "range(PARTS - 1)")),
     bug("the first part counts for all", NORM, AT_ONCE, (PLACE, PLACE.replace("part *", "0 *"))),
     bug(
@@ -81,7 +108,7 @@ MUTATIONS = [
     bug("the sum is not stored", NORM, AT_ONCE, ("tl.store(residual_ptrs, x, mask=mask)", "pass")),
     bug(
         "rows of the residual lie side by side", NORM, AT_ONCE,
-        ("row * residual_stride + columns", "row * SIZE + columns"),
+        (RESIDUAL, RESIDUAL.replace("residual_stride", "SIZE")),
     ),
     bug(
         "columns of padding count in the sum", NORM, AT_ONCE,
