@@ -219,8 +219,6 @@ for three. On an H200 4 to 256 rows of 600 and 2,560 keys, of 1, 4 and 8 KV head
 25 % less time so than by WIDE_DECODE alone, and 6 % more at most."""
 TWO_WARP_GROUP = 4
 """Results of more query heads of 256 numbers spill the registers of programs of two warps."""
-
-
 WIDE_PREFILL = {
     2: PrefillTuning(block_m=64, block_n=32, num_warps=8, num_stages=2),
     4: PrefillTuning(block_m=16, block_n=16, num_warps=8, num_stages=1, copy_engine=False),

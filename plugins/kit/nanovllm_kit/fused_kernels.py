@@ -41,7 +41,7 @@ class FusedKernels(TorchKernels, GatedKernels, GeluKernels, NormingKernels, Post
         bias_E: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         residual_TE = self.linear_add(x_TF, weight_EF, residual_TE, bias_E)
-        return residual_TE, self.rms_norm(residual_TE, norm_weight_E, eps)
+        return residual_TE, super().rms_norm(residual_TE, norm_weight_E, eps)
 
     def norm_add_norm(
         self,
@@ -52,5 +52,5 @@ class FusedKernels(TorchKernels, GatedKernels, GeluKernels, NormingKernels, Post
         next_weight_E: Tensor,
         next_eps: float,
     ) -> tuple[Tensor, Tensor]:
-        residual_TE.add_(self.rms_norm(x_TE, norm_weight_E, eps))
-        return residual_TE, self.rms_norm(residual_TE, next_weight_E, next_eps)
+        residual_TE.add_(super().rms_norm(x_TE, norm_weight_E, eps))
+        return residual_TE, super().rms_norm(residual_TE, next_weight_E, next_eps)

@@ -10,9 +10,7 @@ import torch
 import transformers
 from pydantic import BaseModel
 from torch import Tensor
-from torch.nn.functional import gelu
 
-from nanovllm_core.api import GeluKernels, PostNormKernels
 from nanovllm_core.kernels import TorchKernels
 from nanovllm_core.layers import (
     Attention,
@@ -22,6 +20,7 @@ from nanovllm_core.layers import (
     finalize_layers,
 )
 from nanovllm_example_model_gemma.model import Gemma2ForCausalLM, Gemma3ForCausalLM
+from nanovllm_kit.fused_kernels import FusedKernels
 
 LAYERS = 3
 SMALL: dict[str, Any] = {
@@ -55,23 +54,16 @@ class OneByOne(TorchKernels):
         return super().rms_norm(x_TE, weight_E, eps)
 
 
-class AtOnce(OneByOne, GeluKernels, PostNormKernels):
+class AtOnce(OneByOne, FusedKernels):
     """Counts the operations of models such as Gemma, too."""
 
-    def gelu_gate_up(
-        self, x_TE: Tensor, weight_2FE: Tensor, bias_2F: Tensor | None = None
-    ) -> Tensor:
+    def gelu_gate_up(self, *arguments: Any) -> Tensor:
         self.calls["gelu_gate_up"] += 1
-        gate_TF, up_TF = self.linear(x_TE, weight_2FE, bias_2F).chunk(2, dim=-1)
-        return gelu(gate_TF, approximate="tanh") * up_TF
+        return super().gelu_gate_up(*arguments)
 
-    def norm_add_norm(
-        self, x_TE: Tensor, norm_weight_E: Tensor, eps: float, residual_TE: Tensor,
-        next_weight_E: Tensor, next_eps: float,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def norm_add_norm(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         self.calls["norm_add_norm"] += 1
-        residual_TE.add_(TorchKernels.rms_norm(self, x_TE, norm_weight_E, eps))
-        return residual_TE, TorchKernels.rms_norm(self, residual_TE, next_weight_E, next_eps)
+        return super().norm_add_norm(*arguments)
 
 
 class FirstHeads(AttentionRuntime):
