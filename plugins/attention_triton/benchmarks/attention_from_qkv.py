@@ -27,8 +27,11 @@ from torch import Tensor
 
 from nanovllm_attention_triton import decode
 from nanovllm_attention_triton.backend import TritonAttention
+from nanovllm_attention_triton.decode_tuning import (
+    DECODE_FEW,
+    DecodeTuning,
+)
 from nanovllm_attention_triton.options import TritonOptions
-from nanovllm_attention_triton.tuning import DECODE_FEW, DecodeTuning
 from nanovllm_core.api import AttentionConfig, DecodeMetadata, QKPrep
 from nanovllm_core.kernels import supports_dependent_launch
 from nanovllm_kernels_triton.few_rows import has_few_rows_kernel

@@ -20,7 +20,11 @@ import torch
 from attention_decode import best_time
 
 from nanovllm_attention_triton.latent_prefill import latent_prefill
-from nanovllm_attention_triton.tuning import HOPPER_LATENT_PREFILL, LATENT_PREFILL, PackedTuning
+from nanovllm_attention_triton.prefill_tuning import (
+    HOPPER_LATENT_PREFILL,
+    LATENT_PREFILL,
+    PackedTuning,
+)
 from nanovllm_kit.latent_attention import LatentSizes, make_latent_case
 from nanovllm_kit.paged_attention import PagedCase
 

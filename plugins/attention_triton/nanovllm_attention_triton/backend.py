@@ -18,6 +18,13 @@ from nanovllm_attention_triton.decode import (
     shared_memory,
     triton_version,
 )
+from nanovllm_attention_triton.decode_tuning import (
+    HOPPER_LATENT,
+    DecodeTuning,
+    LatentTuning,
+    decode_tunings,
+    latent_tuning,
+)
 from nanovllm_attention_triton.hopper_latent import make_latent_workspace
 from nanovllm_attention_triton.hopper_limits import hopper_latent_limits
 from nanovllm_attention_triton.hopper_prefill import hopper_kernel_serves, on_hopper
@@ -31,21 +38,15 @@ from nanovllm_attention_triton.prefill import (
     has_large_memory,
     prefill_attention,
 )
-from nanovllm_attention_triton.sizes import padded_head_size
-from nanovllm_attention_triton.split_work import SplitShape, SplitWork
-from nanovllm_attention_triton.tuning import (
-    HOPPER_LATENT,
+from nanovllm_attention_triton.prefill_tuning import (
     LARGE_TILE,
-    WIDE,
-    DecodeTuning,
-    LatentTuning,
     PackedTuning,
     PrefillTuning,
-    decode_tunings,
     latent_prefill_tuning,
-    latent_tuning,
     prefill_tuning,
 )
+from nanovllm_attention_triton.sizes import WIDE, padded_head_size
+from nanovllm_attention_triton.split_work import SplitShape, SplitWork
 from nanovllm_core.api import (
     AttentionBackend,
     AttentionConfig,

@@ -15,8 +15,7 @@ from torch import Tensor
 from nanovllm_attention_triton.decode_kernels import decode_kernel
 from nanovllm_attention_triton.decode_plan import ITEM_FIELDS, plan_kernel
 from nanovllm_attention_triton.decode_qkv_kernels import decode_qkv_kernel
-from nanovllm_attention_triton.sizes import next_power_of_2, padded_head_size
-from nanovllm_attention_triton.tuning import (
+from nanovllm_attention_triton.decode_tuning import (
     DECODE_REGISTERS,
     MOST_HEADS,
     PREPARING_PROGRAMS,
@@ -25,6 +24,7 @@ from nanovllm_attention_triton.tuning import (
     DecodeTuning,
     program_memory,
 )
+from nanovllm_attention_triton.sizes import next_power_of_2, padded_head_size
 from nanovllm_core.api import QKPrep
 from nanovllm_core.kernels import launch_options, supports_dependent_launch
 
@@ -246,9 +246,11 @@ class PlannedWork:
         """
         raise NotImplementedError
 
-    def merge_cost(self, num_rows: int) -> float:
-        """Tokens of a chunk that take as long as merging a part; 0 where that does not count."""
-        return 0.0
+    def merge_round(self, num_rows: int) -> tuple[int, int]:
+        """Parts of a row that its last program merges in a round, and the tokens of a chunk that
+        take as long; (0, 0) where that does not count.
+        """
+        return 0, 0
 
     def grid(self, num_rows: int, max_seq_len: int) -> tuple[int]:
         """The programs of a decode kernel that so many rows of bounded lengths can need."""
@@ -264,6 +266,7 @@ class PlannedWork:
         tuning, num_rows = self.tuning, seq_lens_B.shape[0]
         fixed = tuning.fixed_chunk
         resident = self.shape.resident_items(num_rows, tuning)
+        round_parts, round_tokens = (0, 0) if fixed else self.merge_round(num_rows)
         plan_kernel[(1,)](
             seq_lens_B,
             block_table,
@@ -286,7 +289,8 @@ class PlannedWork:
             ONE_WAVE=fixed is None and resident > 0,
             SECOND_WAVE=tuning.second_wave or 0,
             LONGEST_FIRST=self.shape.starts_in_waves(num_rows, tuning),
-            MERGE_COST=0.0 if fixed else self.merge_cost(num_rows),
+            ROUND_PARTS=round_parts,
+            ROUND_TOKENS=round_tokens,
             **self.launch_options,
         )
 
@@ -304,10 +308,10 @@ class DecodeWorkspace(PlannedWork):
     def tensors(self) -> dict[str, Tensor]:
         return super().tensors() | {"decode_tickets": self.tickets}
 
-    def merge_cost(self, num_rows: int) -> float:
+    def merge_round(self, num_rows: int) -> tuple[int, int]:
         if self.shape.prepares(num_rows):
-            return QKV_MERGE_ROUND / self.shape.chunks_of(QKV_MERGE_ELEMENTS)
-        return MERGE_ROUND / self.shape.chunks_of(MERGE_ELEMENTS)
+            return self.shape.chunks_of(QKV_MERGE_ELEMENTS), QKV_MERGE_ROUND
+        return self.shape.chunks_of(MERGE_ELEMENTS), MERGE_ROUND
 
     def run(
         self,

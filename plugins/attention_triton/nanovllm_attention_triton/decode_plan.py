@@ -23,6 +23,8 @@ dependent loads with which a program begins; it is there where a block holds who
 """
 PLAN_LANES = tl.constexpr(512)
 """Items whose first blocks the plan looks up at a time."""
+MOST_ROUNDS = tl.constexpr(64)
+"""Rounds of merging that the plan weighs; 32 are the best of 60,000 tokens with a part a round."""
 
 
 @triton.jit(
@@ -57,21 +59,21 @@ def plan_kernel(
     ONE_WAVE: tl.constexpr,
     SECOND_WAVE: tl.constexpr,
     LONGEST_FIRST: tl.constexpr,
-    MERGE_COST: tl.constexpr,
+    ROUND_PARTS: tl.constexpr,
+    ROUND_TOKENS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """List the step's items: one program over all rows, of at most `max_len` tokens each.
 
     The chunk is the context per item that makes `wave_items` items, clamped to [min, max]_chunk,
     and raised where that would make more than `max_items` (+ 1 per row). The longest row bounds it
-    too: merging a part takes as long as MERGE_COST tokens of a chunk, so with chunks of the root of
-    the row's tokens times that, both take the same time, and together the least. ONE_WAVE: where no
-    more rows than `resident_items` have tokens, it is the shortest that makes at most so many
-    items, for the programs of one more would begin when others have ended. SECOND_WAVE above 0: the
-    tokens that another start of a program costs; where rows are so unequal that half as many items
-    more, of shorter chunks, end sooner all the same, there are as many. Chunks are whole tiles, and
-    a row's chunks are of equal length. A WINDOW above 0 leaves out the tiles of which a row's
-    query, the last of its tokens, sees nothing: they make no work and no item.
+    too, by `quickest_chunk` with ROUND_PARTS and ROUND_TOKENS, if ROUND_PARTS is above 0. ONE_WAVE:
+    where no more rows than `resident_items` have tokens, it is the shortest that makes at most so
+    many items, for the programs of one more would begin when others have ended. SECOND_WAVE above
+    0: the tokens that another start of a program costs; where rows are so unequal that half as many
+    items more, of shorter chunks, end sooner all the same, there are as many. Chunks are whole
+    tiles, and a row's chunks are of equal length. A WINDOW above 0 leaves out the tiles of which a
+    row's query, the last of its tokens, sees nothing: they make no work and no item.
 
     Items are in the order of their rows; LONGEST_FIRST, and where there is a second wave, in that
     of the rows' lengths, for the last programs to begin are then the shortest, and end at about
@@ -91,9 +93,9 @@ def plan_kernel(
     total = tl.sum(spans, 0)
     chunk = tl.minimum(tl.maximum(tl.cdiv(total, wave_items), min_chunk), max_chunk)
     chunk = tl.maximum(chunk, tl.cdiv(total, max_items))
-    if MERGE_COST > 0:
-        least = tl.sqrt(tl.max(spans, 0).to(tl.float32) * MERGE_COST)
-        min_chunk = tl.maximum(min_chunk, least.to(tl.int32) // TILE * TILE)
+    if ROUND_PARTS > 0:
+        longest = tl.max(spans, 0)
+        min_chunk = quickest_chunk(longest, min_chunk, ROUND_PARTS, ROUND_TOKENS, TILE)
         chunk = tl.maximum(chunk, min_chunk)
     if ONE_WAVE:  # noqa: SIM102 - a constant, by which the rest is compiled or is not
         if tl.sum((spans > 0).to(tl.int32), 0) <= resident_items:
@@ -155,6 +157,25 @@ def longest_first(lens, BLOCK_ROWS: tl.constexpr):
     keys = tl.sort(keys, descending=True)
     rows = BLOCK_ROWS - 1 - keys % BLOCK_ROWS
     return rows.to(tl.int32), (keys // BLOCK_ROWS).to(tl.int32)
+
+
+@triton.jit
+def quickest_chunk(
+    span, min_chunk, ROUND_PARTS: tl.constexpr, ROUND_TOKENS: tl.constexpr, TILE: tl.constexpr
+):
+    """The chunk, `min_chunk` at least, with which a row of `span` tokens is attended soonest.
+
+    Its chunks are attended side by side; then the last program merges ROUND_PARTS of them in each
+    round, in the time of ROUND_TOKENS tokens of a chunk. So rounds are filled: of the chunks that
+    make one full round, two, and so on, the one of the least time counts, or a row that is not cut.
+    """
+    rounds = tl.arange(0, MOST_ROUNDS)
+    chunks = tl.cdiv(span, tl.maximum(rounds * ROUND_PARTS, 1))
+    chunks = tl.maximum(tl.cdiv(tl.maximum(chunks, min_chunk), TILE) * TILE, TILE)
+    parts = tl.cdiv(span, chunks)
+    taken = tl.where(parts > 1, tl.cdiv(parts, ROUND_PARTS), 0)
+    times = chunks + taken * ROUND_TOKENS
+    return tl.max(tl.where(times == tl.min(times, 0), chunks, 0), 0)
 
 
 @triton.jit

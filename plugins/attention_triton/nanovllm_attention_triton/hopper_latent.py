@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from nanovllm_attention_triton.decode import LOG2_E, num_multiprocessors
+from nanovllm_attention_triton.decode_tuning import (
+    DecodeTuning,
+    LatentTuning,
+)
 from nanovllm_attention_triton.even_plan import even_plan_kernel
 from nanovllm_attention_triton.latent_decode import LatentShape, LatentWorkspace
 from nanovllm_attention_triton.prefill import describable
 from nanovllm_attention_triton.sizes import next_power_of_2
-from nanovllm_attention_triton.tuning import DecodeTuning, LatentTuning
 from nanovllm_core.api import UnsupportedError
 
 REGISTERS = 232

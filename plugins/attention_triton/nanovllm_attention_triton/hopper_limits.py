@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from nanovllm_attention_triton.decode_tuning import HOPPER_LATENT
 from nanovllm_attention_triton.options import TritonOptions
-from nanovllm_attention_triton.tuning import HOPPER_LATENT
 
 HOPPER = 9
 """The compute capability (major) of the instructions that the kernels for Hopper use."""

@@ -13,8 +13,8 @@ from nanovllm_attention_triton.decode import LOG2_E, num_multiprocessors
 from nanovllm_attention_triton.hopper_limits import GLUON_VERSIONS
 from nanovllm_attention_triton.hopper_prefill import BLOCK_M, REGISTERS, on_hopper
 from nanovllm_attention_triton.prefill import count_row_blocks
+from nanovllm_attention_triton.prefill_tuning import HOPPER_PACKED
 from nanovllm_attention_triton.sizes import front_columns
-from nanovllm_attention_triton.tuning import HOPPER_PACKED
 
 
 class HopperPlan(NamedTuple):

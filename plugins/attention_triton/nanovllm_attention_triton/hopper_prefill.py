@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanovllm_attention_triton.decode import LOG2_E, num_multiprocessors
 from nanovllm_attention_triton.hopper_limits import GLUON_VERSIONS, HOPPER
-from nanovllm_attention_triton.tuning import HOPPER_PREFILL
+from nanovllm_attention_triton.prefill_tuning import HOPPER_PREFILL
 
 BLOCK_M = 128
 REGISTERS = 168

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from nanovllm_attention_triton.decode import LOG2_E, DecodeShape, PlannedWork
+from nanovllm_attention_triton.decode_tuning import DecodeTuning
 from nanovllm_attention_triton.latent_kernels import latent_decode_kernel, latent_merge_kernel
 from nanovllm_attention_triton.sizes import padded_head_size
-from nanovllm_attention_triton.tuning import DecodeTuning
 
 MERGE_ELEMENTS = 4096
 """Numbers of parts that a program of the merge reads at a time."""

@@ -36,10 +36,11 @@ from nanovllm_attention_triton.decode import (
     num_multiprocessors,
     shared_memory,
 )
+from nanovllm_attention_triton.decode_tuning import decode_tunings
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.plugin import MAX_HEAD_SIZE
 from nanovllm_attention_triton.prefill import fits_large_tiles, prefill_attention
-from nanovllm_attention_triton.tuning import decode_tunings, prefill_tuning
+from nanovllm_attention_triton.prefill_tuning import prefill_tuning
 from nanovllm_core.api import UnsupportedError
 
 __all__ = ["MAX_HEAD_SIZE", "packed_attention", "paged_attention"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -10,7 +10,7 @@ _Warps = Literal[1, 2, 4, 8]
 
 
 class TritonOptions(BaseModel):
-    """Overrides of the defaults in `nanovllm_attention_triton.tuning`."""
+    """Overrides of the defaults in `decode_tuning` and `prefill_tuning`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -43,3 +43,8 @@ class TritonOptions(BaseModel):
         "with 16 heads and twice with 128. `auto` is `hopper` where it can serve; `hopper` is "
         "refused where it cannot. Other layers ignore the option.",
     )
+
+
+def given(**overrides: int | None) -> dict[str, Any]:
+    """Those that the user has set."""
+    return {name: value for name, value in overrides.items() if value is not None}

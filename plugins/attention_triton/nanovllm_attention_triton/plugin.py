@@ -9,9 +9,9 @@ from typing import cast
 
 from pydantic import BaseModel
 
+from nanovllm_attention_triton.decode_tuning import HOPPER_LATENT
 from nanovllm_attention_triton.hopper_limits import hopper_latent_limits
 from nanovllm_attention_triton.options import TritonOptions
-from nanovllm_attention_triton.tuning import HOPPER_LATENT
 from nanovllm_core.api import (
     AttentionCapabilities,
     AttentionRequirements,

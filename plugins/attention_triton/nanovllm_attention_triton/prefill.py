@@ -11,17 +11,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nanovllm_attention_triton import hopper_prefill
 from nanovllm_attention_triton.decode import LOG2_E, num_multiprocessors
 from nanovllm_attention_triton.prefill_kernels import prefill_kernel
-from nanovllm_attention_triton.sizes import padded_head_size
-from nanovllm_attention_triton.split_work import SplitWork, item_arguments
-from nanovllm_attention_triton.tuning import (
+from nanovllm_attention_triton.prefill_tuning import (
     HOPPER_BLOCKS,
     HOPPER_PREFILL,
     HOPPER_QUERIES,
     LARGE_CAPABILITIES,
     LARGE_TILE,
-    WIDE,
     PrefillTuning,
 )
+from nanovllm_attention_triton.sizes import WIDE, padded_head_size
+from nanovllm_attention_triton.split_work import SplitWork, item_arguments
 from nanovllm_core.api import UnsupportedError
 
 CAUSAL = (-1, 0)

@@ -1,9 +1,11 @@
-"""Powers of two that tiles are rounded up to."""
+"""Sizes of heads, and the powers of two that tiles are rounded up to."""
 
 from __future__ import annotations
 
 MIN_BLOCK_D = 16
 """The fewest columns that `tl.dot` multiplies."""
+SMALL, WIDE = 64, 128
+"""Heads up to the first, and above the second, have tables of constants of their own."""
 
 
 def next_power_of_2(value: int) -> int:

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm_attention_triton.sizes import next_power_of_2
-from nanovllm_attention_triton.split_kernels import merge_splits_kernel
-from nanovllm_attention_triton.split_plan import ITEM_FIELDS, MOST_WAVES, plan_splits_kernel
-from nanovllm_attention_triton.tuning import (
+from nanovllm_attention_triton.prefill_tuning import (
     MERGE_TILES,
     SPLIT_TILES,
     START_TILES,
     PackedTuning,
     PrefillTuning,
 )
+from nanovllm_attention_triton.sizes import next_power_of_2
+from nanovllm_attention_triton.split_kernels import merge_splits_kernel
+from nanovllm_attention_triton.split_plan import ITEM_FIELDS, MOST_WAVES, plan_splits_kernel
 from nanovllm_core.api import InconsistentStateError, PrefillMetadata
 from nanovllm_core.kernels import launch_options, supports_dependent_launch
 

@@ -7,17 +7,19 @@ import re
 import pytest
 from triton.experimental.gluon import language as gl
 
+from nanovllm_attention_triton.decode_tuning import (
+    HOPPER_LATENT,
+    latent_tuning,
+)
 from nanovllm_attention_triton.hopper_latent import REGISTERS as HOPPER_REGISTERS, EvenShape
 from nanovllm_attention_triton.latent_decode import MERGE_COLUMNS, MERGE_ELEMENTS, LatentShape
 from nanovllm_attention_triton.latent_prefill import latent_prefill_constants
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.packed import packed_constants
 from nanovllm_attention_triton.plugin import MAX_LATENT_SIZES
-from nanovllm_attention_triton.tuning import (
-    HOPPER_LATENT,
+from nanovllm_attention_triton.prefill_tuning import (
     LARGE_CAPABILITIES,
     latent_prefill_tuning,
-    latent_tuning,
     packed_tuning,
 )
 from nanovllm_kit.aot import SHARED_MEMORY, AotJob, compile_kernels

@@ -10,8 +10,7 @@ from hypothesis import example, given, settings, strategies as st
 
 from nanovllm_attention_triton.backend import TritonAttention
 from nanovllm_attention_triton.decode import DecodeShape, DecodeWorkspace
-from nanovllm_attention_triton.options import TritonOptions
-from nanovllm_attention_triton.tuning import (
+from nanovllm_attention_triton.decode_tuning import (
     DECODE_FEW,
     DECODE_FOUR,
     DECODE_MANY,
@@ -23,6 +22,7 @@ from nanovllm_attention_triton.tuning import (
     decode_tunings,
     program_memory,
 )
+from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_core.api import DecodeMetadata, InconsistentStateError, UnsupportedError
 
 pytestmark = pytest.mark.skipif(
@@ -105,17 +105,26 @@ def test_batches_of_few_and_of_many_rows_are_cut_alike_with_a_fixed_chunk(paged_
     assert [rows for rows, _ in fixed] == [200]
 
 
-def test_one_row_of_large_groups_is_cut_for_a_merge_of_one_round(paged_batch):
-    """Programs take four query heads there, and chunks are longer; other groups stay whole."""
-    config = replace(paged_batch([300]).backend().config, max_num_seqs=200, dtype=torch.float16)
-    for num_heads, num_kv_heads, rows in ((32, 4, 2), (32, 8, 1), (64, 8, 1), (32, 2, 4)):
-        heads = replace(config, num_heads=num_heads, num_kv_heads=num_kv_heads)
-        (most, few), *_ = TritonAttention(TritonOptions(), heads).decode_tunings
-        assert (most, few.most_heads, few.min_chunk) == (rows, 4, 64)
+def test_few_rows_of_large_groups_are_cut_for_a_merge_of_one_round():
+    """Programs take a part of a group there, and chunks are longer; other groups stay whole."""
+    device = {"num_multiprocessors": 132, "shared_memory": 228 * 1024}
+
+    def in_parts(num_heads, num_kv_heads, head_size=128):
+        chosen = decode_tunings(
+            2, head_size, num_heads, num_kv_heads, 200, TritonOptions(), **device
+        )
+        return [
+            (rows, tuning.most_heads) for rows, tuning in chosen if tuning.min_chunk == 64
+            and tuning.tile == 32
+        ]  # fmt: skip
+
+    assert in_parts(32, 8) == in_parts(24, 8) == [(1, 4)]
+    assert in_parts(32, 4) == in_parts(28, 4) == [(4, 4)]
+    assert in_parts(64, 8) == [(2, 4)]
+    assert in_parts(32, 2) == in_parts(18, 2) == [(4, 4), (12, 8)]
+    assert in_parts(32, 4, head_size=64) == [(2, 4)]
     for num_heads, num_kv_heads in ((16, 8), (8, 8), (64, 16), (48, 1), (34, 2)):
-        heads = replace(config, num_heads=num_heads, num_kv_heads=num_kv_heads)
-        (_, few), *_ = TritonAttention(TritonOptions(), heads).decode_tunings
-        assert few.most_heads >= num_heads // num_kv_heads
+        assert in_parts(num_heads, num_kv_heads) == []
 
 
 def tunings(head_size=128, num_kv_heads=8, options=None, **device):
@@ -139,7 +148,7 @@ def test_rows_that_have_a_multiprocessor_for_each_kv_head_stay_whole():
     ):
         assert others
         assert [rows for rows, _ in others] == sorted({rows for rows, _ in others})
-        assert all(tuning.tile < whole.tile for _, tuning in others)
+        assert all(tuning.registers != whole.registers for _, tuning in others)
 
 
 def test_each_number_of_rows_has_constants_that_are_resident_at_once():
@@ -151,6 +160,18 @@ def test_each_number_of_rows_has_constants_that_are_resident_at_once():
     small = dict(tunings(num_multiprocessors=142, shared_memory=100 * 1024))
     assert DECODE_SIX in small.values()
     assert not {DECODE_WHOLE, DECODE_THREE, DECODE_FOUR} & {*small.values()}
+
+
+def test_small_heads_have_tiles_of_twice_the_keys():
+    """In as much shared memory; between 2.5 and 4 programs on a multiprocessor those of others."""
+    small = tunings(head_size=64)
+    assert [rows for rows, _ in small] == [8, 41, 49, 66, 256]
+    assert [tuning.tile for _, tuning in small] == [32, 64, 64, 64, 128]
+    assert small == tunings(head_size=32)
+    for ours, (rows, tuning) in ((DECODE_SIX, small[1]), (DECODE_MANY, small[-1])):
+        assert tuning == replace(ours, tile=2 * ours.tile), rows
+        assert program_memory(tuning, 64) == program_memory(ours, 128)
+    assert dict(tunings(head_size=96))[41] == DECODE_SIX
 
 
 def test_wide_heads_have_the_same_tables_of_half_as_many_keys():
@@ -265,17 +286,16 @@ def test_of_many_rows_those_are_cut_that_are_longer_than_a_programs_share(lens, 
     assert len(rows) == sum(-(-length // longest) for length in lens)
 
 
-@pytest.mark.parametrize(
-    ("group", "rows", "length", "most"),
-    [(2, 8, 800, 25), (2, 8, 12000, 94), (16, 8, 800, 9), (16, 8, 12000, 29), (16, 40, 800, 5)],
-)
-def test_a_row_has_no_more_parts_than_its_last_program_merges_in_their_time(
-    group, rows, length, most
-):
-    """`most`: parts of a row of `length` tokens among short ones, by the heads of a program.
-
-    The more heads it has, the fewer parts a round of the merge takes; twice as many in steps of so
-    few rows that programs prepare q, k and v.
+@given(
+    group=st.integers(1, 40), short_rows=st.integers(0, 39), length=st.integers(101, 16384),
+)  # fmt: skip
+@example(group=2, short_rows=7, length=800)
+@example(group=16, short_rows=39, length=800)
+@example(group=16, short_rows=7, length=12000)
+@settings(deadline=None, max_examples=60)
+def test_no_other_cut_of_the_longest_row_is_attended_and_merged_sooner(group, short_rows, length):
+    """By the rounds in which its last program merges; twice as many parts in each where programs
+    prepare q, k and v.
     """
     shape = DecodeShape(
         num_heads=2 * group,
@@ -285,11 +305,31 @@ def test_a_row_has_no_more_parts_than_its_last_program_merges_in_their_time(
         max_seq_len=16384,
         num_multiprocessors=132,
     )
-    workspace = DecodeWorkspace(shape, DECODE_FEW[2], torch.device("cpu"))
-    lens = torch.tensor([100] * (rows - 1) + [length], dtype=torch.int32)
+    tuning, rows = DECODE_FEW[2], short_rows + 1
+    workspace = DecodeWorkspace(shape, tuning, torch.device("cpu"))
+    round_parts, round_tokens = workspace.merge_round(rows)
+    assert round_parts == max(
+        (8192 if shape.prepares(rows) else 4096) // 128 // shape.partial_heads, 1
+    )
+    lens = torch.tensor([100] * short_rows + [length], dtype=torch.int32)
     workspace.plan(lens, torch.zeros(rows, 64, dtype=torch.int32), 256)
-    parts = int(workspace.items[4, int(workspace.num_items) - 1])
-    assert most - 3 <= parts <= most
+    count = int(workspace.num_items)
+    parts = int(workspace.items[4, count - 1])
+    chunk = int((workspace.items[2, :count] - workspace.items[1, :count])[-parts:].max())
+
+    def time(chunk, parts):
+        return chunk + (-(-parts // round_parts) * round_tokens if parts > 1 else 0)
+
+    chunks = range(tuning.tile, length + tuning.tile, tuning.tile)
+    quickest = min(chunks, key=lambda chunk: (time(chunk, -(-length // chunk)), -chunk))
+    # Where its items are more than are resident at once, they would be a second wave.
+    most = shape.resident_items(rows, tuning)
+    if sum(-(-each // quickest) for each in lens.tolist()) <= most:
+        whole_tiles = -(-chunk // tuning.tile) * tuning.tile
+        assert time(whole_tiles, parts) <= time(quickest, -(-length // quickest))
+    else:
+        assert quickest < chunk
+        assert count <= most
 
 
 @pytest.mark.parametrize(("rows", "resident"), [(1, 4), (8, 4), (16, 5)])

@@ -116,9 +116,15 @@ def test_decode_matrix_equals_the_reference(dtype):
             check(out, exact, own, label)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 4), (4, 1), (16, 16)])
-@pytest.mark.parametrize("head_size", [192, 256])
-def test_wide_heads_of_every_number_of_rows_equal_the_reference(heads, kv_heads, head_size):
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_size"),
+    [
+        *((*heads, size) for heads in ((8, 4), (4, 1), (16, 16)) for size in (192, 256)),
+        *((32, 8, 64), (14, 2, 64), (16, 16, 64)),
+        *((28, 4, 128), (32, 2, 128)),
+    ],
+)
+def test_steps_of_every_number_of_rows_equal_the_reference(heads, kv_heads, head_size):
     """By each of their constants: of one row to those of many."""
     torch.manual_seed(0)
     backend = make_backend(heads, kv_heads, head_size, torch.bfloat16, rows=256)

@@ -28,6 +28,8 @@ SHAPES = [
     {"heads": (16, 8), "head_size": 128, "block_size": 256},
     {"heads": (32, 8), "head_size": 128, "block_size": 16},
     {"heads": (32, 8), "head_size": 64, "block_size": 256},
+    {"heads": (28, 4), "head_size": 128, "block_size": 256},
+    {"heads": (32, 2), "head_size": 128, "block_size": 16},
     {"heads": (6, 2), "head_size": 80, "block_size": 64, "sliding_window": 100},
     {"heads": (80, 1), "head_size": 96, "block_size": 256, "soft_cap": 20.0},
     {"heads": (8, 4), "head_size": 256, "block_size": 256},
@@ -90,7 +92,7 @@ def test_decode_from_qkv_equals_the_reference(shape, rows):
 
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @pytest.mark.parametrize(
-    "shape", [*SHAPES[:3], *SHAPES[-2:]], ids=lambda s: f"{s['heads']} of {s['head_size']}"
+    "shape", [*SHAPES[:5], *SHAPES[-2:]], ids=lambda s: f"{s['heads']} of {s['head_size']}"
 )
 def test_a_thousand_late_products_change_no_bit(shape, rows):
     """Captured behind a kernel that writes q, k, v late, and before one that overwrites them."""

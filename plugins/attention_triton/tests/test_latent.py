@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanovllm_attention_triton.decode_tuning import (
+    LatentTuning,
+    latent_tuning,
+)
 from nanovllm_attention_triton.hopper_latent import EvenShape, HopperLatentWorkspace
 from nanovllm_attention_triton.latent_decode import LatentShape, LatentWorkspace
 from nanovllm_attention_triton.options import TritonOptions
-from nanovllm_attention_triton.tuning import LatentTuning, latent_tuning
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels compile for the GPU there; see test_gpu_latent.py"

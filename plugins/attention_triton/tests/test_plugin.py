@@ -13,8 +13,9 @@ from pydantic import ValidationError
 
 from nanovllm_attention_triton import plugin
 from nanovllm_attention_triton.backend import TritonAttention
+from nanovllm_attention_triton.decode_tuning import decode_tunings
 from nanovllm_attention_triton.options import TritonOptions
-from nanovllm_attention_triton.tuning import decode_tunings, prefill_tuning
+from nanovllm_attention_triton.prefill_tuning import prefill_tuning
 from nanovllm_core.api import AttentionRequirements, UnsupportedError
 from nanovllm_kit.latent_attention import LatentSizes, make_latent_case
 

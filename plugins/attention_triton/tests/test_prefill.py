@@ -20,7 +20,7 @@ from nanovllm_attention_triton.prefill import (
     prefill_attention,
 )
 from nanovllm_attention_triton.prefill_kernels import find_row_block
-from nanovllm_attention_triton.tuning import PREFILL
+from nanovllm_attention_triton.prefill_tuning import PREFILL
 from nanovllm_core.api import UnsupportedError
 
 pytestmark = pytest.mark.skipif(

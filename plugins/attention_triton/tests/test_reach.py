@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nanovllm_attention_triton.decode import DecodeShape, DecodeWorkspace
+from nanovllm_attention_triton.decode_tuning import DECODE_FEW
 from nanovllm_attention_triton.options import TritonOptions
-from nanovllm_attention_triton.tuning import DECODE_FEW
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels compile for the GPU there; see test_gpu.py"

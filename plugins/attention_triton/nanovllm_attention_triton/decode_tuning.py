@@ -1,18 +1,15 @@
-"""The constants of the kernels, one table per phase.
+"""The constants of decode, by the size of a head, the group and the number of rows.
 
-`attention_decode.py`, `attention_prefill.py` and `attention_from_qkv.py` in `benchmarks/` sweep
-those of heads of 128 on a GPU; nothing else in the package names a number that is a matter of
-speed.
+`attention_decode.py` and `attention_from_qkv.py` in `benchmarks/` sweep those of narrow heads on a
+GPU; nothing else in the package names a number of decode that is a matter of speed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
 
-from nanovllm_attention_triton.options import TritonOptions
-from nanovllm_attention_triton.sizes import padded_head_size
+from nanovllm_attention_triton.options import TritonOptions, given
+from nanovllm_attention_triton.sizes import SMALL, WIDE, padded_head_size
 
 MOST_HEADS = 64
 """Query heads of one decode program at most; larger groups take several."""
@@ -69,55 +66,6 @@ class LatentTuning(DecodeTuning):
         return f"latent rows, {kind}heads={self.most_heads} {DecodeTuning.__str__(self)}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillTuning:
-    """The tile of rows and keys of one prefill program, and how it is compiled.
-
-    A row is a query of one head; a block's rows share a KV head. `copy_engine` loads tiles by the
-    GPU's copy engine, which spares the threads the addresses, where blocks hold whole tiles and the
-    GPU has one; elsewhere each thread loads its part. `warp_roles` leaves to the kernel for Hopper,
-    and to its own constants, what that kernel can attend. `resident` programs, one or two, have
-    room on a multiprocessor at once.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    resident: int = 2
-    copy_engine: bool = True
-    warp_roles: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedTuning:
-    """The tile of queries and keys of one program over packed keys, and how it is compiled.
-
-    `resident` as in `PrefillTuning`, for latent rows.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    resident: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HopperTiles:
-    """The tile of keys of a prompt kernel for Hopper, and the tiles that are loaded ahead."""
-
-    block_n: int
-    num_stages: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HopperPrefillTuning(HopperTiles):
-    """`in_order` has the groups of warps issue their products in turn."""
-
-    in_order: bool
-
-
 Limits = tuple[tuple[float, DecodeTuning], ...]
 """Constants and up to which number they hold, increasing."""
 
@@ -132,12 +80,7 @@ DECODE_FEW = {
     4: DecodeTuning(tile=32, num_warps=8, num_stages=2),
 }
 DECODE_ONE = replace(DECODE_FEW[2], min_chunk=64, most_heads=4)
-ONE_GROUPS = range(3, 17)
-"""Groups of so many query heads use DECODE_ONE in steps of few pairs of a row and a KV head. There
-a program merges all parts of a row of 1,024 keys at once, and not in two to four rounds: on an
-H100, one row of 768 keys took 4.4 us in place of 10.5 with groups of 8, and 5.6 in place of 7.8
-with groups of 4; of 800 keys 6 in place of 16 with groups of 16. Larger groups would read the keys
-more than four times."""
+DECODE_EIGHT_HEADS = replace(DECODE_ONE, most_heads=8)
 DECODE_WHOLE = DecodeTuning(tile=128, num_warps=4, num_stages=3, registers=255, second_wave=512)
 """A multiprocessor for each program, and mostly a program for each pair: nothing is merged then."""
 DECODE_SIX = replace(DECODE_FEW[2], num_stages=2)
@@ -153,9 +96,25 @@ mean, took three times as long on an H200. Of 50 to 66 such rows those of about 
 are not cut, took 10 to 20 % less so than by DECODE_MANY with chunks of 1,024 tokens, and unequal
 ones 5 to 10 % more. From 42 to 49, DECODE_THREE took 3 to 13 % less than DECODE_SIX for equal rows,
 and 6 % less to 6 % more for others."""
-DECODE_PAIRS: Limits = ((8, DECODE_ONE), (64, DECODE_FEW[2]))
-"""The constants for steps of so many (row, KV head) at most, each of which is a program if not cut,
-or several in DECODE_ONE."""
+DECODE_PAIRS: Limits = ((64, DECODE_FEW[2]),)
+"""The constants for steps of so many (row, KV head) at most, each of which is a program if not cut.
+"""
+GROUPS_IN_PARTS: tuple[tuple[range, Limits], ...] = (
+    (range(3, 5), ((8, DECODE_ONE),)),
+    (range(5, 9), ((16, DECODE_ONE),)),
+    (range(9, 17), ((8, DECODE_ONE), (24, DECODE_EIGHT_HEADS))),
+)
+"""The same for fewer, by the query heads of a group, of which a program takes a part. It has less
+to prepare, and merges all parts of a row of 1,024 keys at once, not in two to four rounds: on an
+H100, one row of 768 keys took 4.4 us in place of 10.5 with groups of 8, and 5.6 in place of 7.8
+with groups of 4; of 800 keys 6 in place of 16 with groups of 16. Keys are read more than once, so
+long rows bound the pairs. On an H200, between products, 16 pairs take 15 to 20 % less time so with
+groups of 7 and 8 and 400 to 1,100 keys, as long with 4,200, 3 % more with 8,000 and 16 % more with
+16,000; 12 to 24 pairs with groups of 16 15 to 20 % less up to 8,000 keys, and 8 % more with 32,000.
+"""
+SMALL_HEADS_IN_PARTS: Limits = ((8, DECODE_ONE),)
+"""Those of heads up to SMALL, for all groups that have some: their keys take half as long, so what
+is read again counts sooner."""
 DECODE_RESIDENT: Limits = (
     (1, DECODE_WHOLE),
     (2.5, DECODE_SIX),
@@ -164,6 +123,17 @@ DECODE_RESIDENT: Limits = (
 )
 """The same for so many on each multiprocessor, where it has room for as many programs at once.
 Beyond, DECODE_MANY took 8 to 12 % less on an H200 than tiles of 32 for 513 to 768 of them."""
+SMALL_RESIDENT: Limits = (
+    (2.5, replace(DECODE_SIX, tile=64)),
+    (3, DECODE_THREE),
+    (4, DECODE_MANY),
+)
+SMALL_MANY = replace(DECODE_MANY, tile=128)
+"""The tables of heads up to SMALL, whose tiles of twice the keys take as much memory. On an H200,
+between products, steps of 80 to 316 pairs (14 / 2, 16 / 4 and 32 / 8 heads; rows of 600 and 2,000
+keys, and of 100 to 1,900) took 13 % less to 2 % more time so than in tiles of 32, of 475 pairs 3 to
+12 % less than by DECODE_FOUR. Of 560 to 800 pairs tiles of 128 keys took 17 % less to 1 % more than
+of 64, of 920 as long or 4 % more, of 1,300 to 2,000 as long."""
 OTHER_SHARED_MEMORY, WIDE_OTHER_SHARED_MEMORY = 9 * 1024, 11 * 1024
 """At most what a program of up to 16 query heads takes beside its tiles: queries, weights, and what
 CUDA reserves."""
@@ -180,14 +150,6 @@ and 3,000 keys, and 9 % with 16,000, behind the products of few rows of `kernels
 its tiles they take as long with 512 keys, those of 8B 2 % less, and of Qwen3-30B-A3B at 16 rows of
 4 KV heads 3 to 6 % less. 16 rows of 8 KV heads took 7 % more, for programs that prepare take more
 registers, so fewer of them stream side by side. Other GPUs were not measured."""
-# Two programs on a multiprocessor, one of which loads while the other multiplies.
-PREFILL = {
-    2: PrefillTuning(block_m=64, block_n=64, num_warps=4, num_stages=3),
-    4: PrefillTuning(block_m=32, block_n=32, num_warps=8, num_stages=1, copy_engine=False),
-}
-# Heads above WIDE: twice the registers and shared memory for every token, so smaller tiles; but
-# where the copy engine loads the tiles of a prompt, one program of large ones.
-WIDE = 128
 WIDE_HEADS = 32
 """More heads of 256 would not fit 99 KiB."""
 WIDE_DECODE = {
@@ -219,10 +181,6 @@ for three. On an H200 4 to 256 rows of 600 and 2,560 keys, of 1, 4 and 8 KV head
 25 % less time so than by WIDE_DECODE alone, and 6 % more at most."""
 TWO_WARP_GROUP = 4
 """Results of more query heads of 256 numbers spill the registers of programs of two warps."""
-WIDE_PREFILL = {
-    2: PrefillTuning(block_m=64, block_n=32, num_warps=8, num_stages=2),
-    4: PrefillTuning(block_m=16, block_n=16, num_warps=8, num_stages=1, copy_engine=False),
-}
 # Rows of 576 columns: two programs on a multiprocessor, each with a tile that it multiplies and one
 # that loads.
 LATENT_DECODE = {
@@ -243,54 +201,6 @@ HOPPER_LATENT = LatentTuning(
 )
 MANY_HEADS = 16
 """Above as many heads of a latent row the second table holds."""
-LARGE_TILE = 64
-LARGE_CAPABILITIES = (9, 10)
-"""Compute capabilities (major) of 227 KiB of shared memory per program, of which large tiles take
-192; 8 and 12 have 99 to 163."""
-WIDE_LARGE_PREFILL = {
-    2: PrefillTuning(block_m=128, block_n=LARGE_TILE, num_warps=8, num_stages=2, resident=1),
-    4: WIDE_PREFILL[4],
-}
-# Prompts over packed keys of 192 columns and values of 128.
-PACKED = {
-    2: PackedTuning(block_m=128, block_n=64, num_warps=8, num_stages=3),
-    4: PackedTuning(block_m=16, block_n=16, num_warps=8, num_stages=1),
-}
-# Wider keys or values, and GPUs with less shared memory.
-NARROW_PACKED = {
-    2: PackedTuning(block_m=64, block_n=32, num_warps=8, num_stages=2),
-    4: PACKED[4],
-}
-# Prompts over latent rows of 576 columns.
-LATENT_PREFILL = {
-    2: PackedTuning(block_m=32, block_n=32, num_warps=8, num_stages=2),
-    4: PackedTuning(block_m=16, block_n=16, num_warps=8, num_stages=1),
-}
-HOPPER_LATENT_PREFILL = (
-    (64, PackedTuning(block_m=64, block_n=64, num_warps=8, num_stages=2)),
-    (128, PackedTuning(block_m=64, block_n=32, num_warps=8, num_stages=3)),
-)
-"""Of half precision on Hopper, for rows with so many columns at most behind their value. Tiles of
-64 keys take 10 to 25 % less time on an H200 than of 32, and those of the table above up to twice as
-long. On Blackwell their results would not fit."""
-START_TILES = 6
-"""Tiles of keys that a program attends in the time in which it starts and ends."""
-SPLIT_TILES = 6
-"""The same of the time in which parts are stored and a second kernel begins to merge them."""
-MERGE_TILES = 0.5
-"""The same of the time in which that kernel merges one part."""
-HOPPER_PREFILL = {128: HopperPrefillTuning(block_n=128, num_stages=2, in_order=True)}
-"""By head size, of half precision. For heads of 64 the kernel was no faster than the plain one."""
-HOPPER_BLOCKS = 4
-HOPPER_QUERIES = 1024
-"""A step runs the kernel for Hopper from this many blocks of rows per multiprocessor, and queries
-per sequence in the mean, on. Below, the plain kernel's smaller programs share the GPU better: on an
-H200 it was up to a third faster there, and 8 to 19 % slower on prompts of 4,096 tokens and more."""
-HOPPER_PACKED = {(192, 128): HopperTiles(block_n=128, num_stages=2)}
-"""By the sizes of a key and a value, of half precision, for prompts over packed keys."""
-HOPPER_SCORES = 2**27
-"""Heads times queries times the most keys of a sequence, in a packed call: from here on the kernel
-for Hopper saves about as much time as its launch takes more of the host, 0.06 ms on an H200."""
 
 
 def decode_tunings(
@@ -315,12 +225,12 @@ def decode_tunings(
         table = WIDE_DECODE if wide else DECODE_FEW
         return [(max_num_rows, _decode_tuning(table[element_size], options))]
     group = num_heads // num_kv_heads
-    pairs, resident, many = _wide_tables(group) if wide else _narrow_tables(group)
-    limits, (_, whole) = [*pairs], resident[0]
+    pairs, resident, many = _wide_tables(group) if wide else _narrow_tables(group, head_size)
+    limits = [*pairs]
     for most, tuning in resident:
         memory = program_memory(_decode_tuning(tuning, options), padded_head_size(head_size))
         programs = shared_memory // memory
-        fits = programs >= most and (programs == 1 or tuning is not whole)
+        fits = programs == 1 if most == 1 else programs >= most
         if fits or tuning.registers is None:
             limits.append((most * num_multiprocessors, tuning))
     limits.append((max_num_rows * num_kv_heads, many))
@@ -332,10 +242,13 @@ def decode_tunings(
     return list(tunings.items())
 
 
-def _narrow_tables(group: int) -> tuple[Limits, Limits, DecodeTuning]:
+def _narrow_tables(group: int, head_size: int) -> tuple[Limits, Limits, DecodeTuning]:
     """Of few pairs, of so many programs on each multiprocessor, and of more."""
-    pairs = DECODE_PAIRS if group in ONE_GROUPS else DECODE_PAIRS[1:]
-    return pairs, DECODE_RESIDENT, DECODE_MANY
+    parts = next((limits for groups, limits in GROUPS_IN_PARTS if group in groups), ())
+    if head_size > SMALL:
+        return (*parts, *DECODE_PAIRS), DECODE_RESIDENT, DECODE_MANY
+    small_parts = SMALL_HEADS_IN_PARTS if parts else ()
+    return (*small_parts, *DECODE_PAIRS), SMALL_RESIDENT, SMALL_MANY
 
 
 def _wide_tables(group: int) -> tuple[Limits, Limits, DecodeTuning]:
@@ -356,7 +269,7 @@ def _decode_tuning(tuning: DecodeTuning, options: TritonOptions) -> DecodeTuning
     return replace(
         tuning,
         fixed_chunk=options.chunk_size,
-        **_given(num_warps=options.decode_num_warps, num_stages=options.decode_num_stages),
+        **given(num_warps=options.decode_num_warps, num_stages=options.decode_num_stages),
     )
 
 
@@ -366,38 +279,5 @@ def latent_tuning(element_size: int, num_heads: int, options: TritonOptions) -> 
     return replace(
         table[element_size],
         fixed_chunk=options.chunk_size,
-        **_given(num_warps=options.decode_num_warps, num_stages=options.decode_num_stages),
+        **given(num_warps=options.decode_num_warps, num_stages=options.decode_num_stages),
     )
-
-
-@cache
-def prefill_tuning(
-    element_size: int, head_size: int, large: bool, options: TritonOptions
-) -> PrefillTuning:
-    """The prefill constants for a dtype of `element_size` bytes, with the user's overrides.
-
-    `large` where the copy engine can load tiles of LARGE_TILE tokens and the GPU has the shared
-    memory for those of wide heads. Overrides are not of these: they fit as they are or not at all.
-    """
-    overrides = _given(num_warps=options.prefill_num_warps, num_stages=options.prefill_num_stages)
-    table = PREFILL
-    if head_size > WIDE:
-        table = WIDE_LARGE_PREFILL if large and not overrides else WIDE_PREFILL
-    return replace(table[element_size], warp_roles=not overrides, **overrides)
-
-
-def packed_tuning(element_size: int, key_size: int, value_size: int, large: bool) -> PackedTuning:
-    """The constants of prompts over packed keys; `large` where the GPU has the shared memory."""
-    fits = large and key_size <= 2 * WIDE and value_size <= WIDE
-    return (PACKED if fits else NARROW_PACKED)[element_size]
-
-
-def latent_prefill_tuning(element_size: int, rest_size: int, hopper: bool) -> PackedTuning:
-    """The constants of prompts over latent rows, with so many columns behind their value."""
-    if hopper and element_size == 2:
-        return next(one for most, one in HOPPER_LATENT_PREFILL if rest_size <= most)
-    return LATENT_PREFILL[element_size]
-
-
-def _given(**overrides: int | None) -> dict[str, Any]:
-    return {name: value for name, value in overrides.items() if value is not None}
