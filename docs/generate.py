@@ -8,7 +8,6 @@ docs/performance.md. A test fails where a document differs from what this would 
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import runpy
@@ -20,6 +19,7 @@ from typing import Any
 
 from capability_tables import CAPABILITIES, job, shipped
 from contract_tables import METADATA, PLUGINS, POLICY, SCHEDULER
+from layer_tables import LAYERS
 from mixture_tables import LATENT, MIXTURES
 from moe_tables import MOE
 from product_tables import PRODUCTS
@@ -41,7 +41,6 @@ from workload_tables import WORKLOADS
 
 from nanovllm_attention_sdpa.workspace import WORKSPACE_LIMIT
 from nanovllm_bench.plots import draw, series_of
-from nanovllm_core import api, layers
 from nanovllm_core.cli.prompts import MAX_PROMPTS, MAX_SIZE
 from nanovllm_core.config import yaml_reader as config_yaml
 from nanovllm_core.config.settings import BLOCK_SIZES, EngineConfig
@@ -230,45 +229,6 @@ def ageing_table() -> str:
     return table(["`ageing`", "the long prompt is served at"], rows)
 
 
-def signatures() -> str:
-    """The signatures and docstrings of the names that models are built from."""
-    made = [
-        *("QKPrep", "RopeConfig", "make_parameter", "ColumnParallelLinear"),
-        *("MergedColumnParallelLinear", "QKVParallelLinear", "RowParallelLinear"),
-        *("VocabParallelEmbedding", "ParallelLMHead", "RMSNorm"),
-        *("ZeroCenteredRMSNorm", "Attention"),
-        *(
-            "norm_linear",
-            "linear_add",
-            "gated_mlp",
-            "gelu_gate_up",
-            "norm_add",
-            "build_cos_sin_cache",
-        ),
-        *("positive_int", "positive_float", "true_or_false", "nested", "list_of"),
-    ]
-    return "\n\n".join(
-        signature(name, getattr(layers if hasattr(layers, name) else api, name)) for name in made
-    )
-
-
-def signature(name: str, called: Any) -> str:
-    """The call with a parameter a line, and the docstring below it."""
-    found = inspect.signature(called)
-    lines, starred = [], False
-    for one in found.parameters.values():
-        if one.kind is one.KEYWORD_ONLY and not starred:
-            lines.append("    *,")
-            starred = True
-        default = "" if one.default is one.empty else f" = {one.default!r}"
-        lines.append(f"    {one.name}: {one.annotation}{default},")
-    result = "" if inspect.isclass(called) else f" -> {found.return_annotation}"
-    says = inspect.cleandoc(called.__doc__ or "")
-    return "\n".join(
-        [f"### {name}", "", "```text", f"{name}(", *lines, f"){result}", "```", "", says]
-    )
-
-
 def served_at(policy: SchedulingPolicy, steps: int = 10_000) -> int | None:
     """Play the queue: the lowest key of all that wait is served in each step."""
     long = policy.service_key(job(600, 0))
@@ -287,7 +247,7 @@ DOCUMENTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "write/attention.md": METADATA,
     "write/policy.md": POLICY,
     "write/scheduler.md": SCHEDULER,
-    "write/model.md": {"signatures": signatures},
+    "write/model.md": LAYERS,
     "scale.md": SCALE,
     "serving.md": SERVING,
     "scheduling.md": {"waits": waits_table, "ageing": ageing_table},
