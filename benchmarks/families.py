@@ -5,8 +5,9 @@
     python benchmarks/families.py [MODEL...] [--out FILE]
 
 Each model has the shapes of the published one and random weights, and a process of its own. A step
-is the difference of long and short answers to prompts of 512 tokens, with all that the engine does;
-the prompt is alone, and its time is that to the first token. Shares are of the floor that
+is the difference of long and short answers to prompts of 512 tokens, with all that the engine does:
+its steps compute all prompts before the short answers end. The prompt is alone, and its time is
+that to the first token. Backends are those of `auto`. Shares are of the floor that
 nanovllm_bench.roofline computes from this machine's rates. Run nothing beside it.
 """
 
@@ -15,58 +16,46 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 from nanovllm_bench.apart import run_apart
 from nanovllm_bench.environment import describe_environment
 from nanovllm_bench.record import describe_engine, write_record
 from nanovllm_bench.roofline import decode_step_seconds, generate_floor
-from nanovllm_bench.throughput import Gauge
-from nanovllm_core import LLM, SamplingParams
+from nanovllm_bench.throughput import Gauge, timed_generate
+from nanovllm_bench.workloads import fixed_workload
+from nanovllm_core import LLM
 
 MODELS = json.loads((Path(__file__).parent / "configs" / "families.json").read_text())
-"""Each model's config.json, as far as its shapes are in it."""
+"""Of each model's config.json what sets its times: shapes and windows. The rest is alike in all."""
 PROMPT, SHORT, LONG = 512, 16, 176
 """Tokens of the prompts, and of their short and long answers."""
 LONG_PROMPT = 8_000
 ROWS = (1, 4, 16, 64, 128)
-TIMES = 3
+TIMES, TEMPERATURE = 3, 0.6
 
 
-def run_seconds(llm: LLM, lengths: Iterable[int], num_tokens: int) -> float:
-    """Seconds until prompts of `lengths` have answers of `num_tokens` each."""
-    llm.reset_prefix_cache()
-    prompts = [
-        [7 + (row * 131 + at * 7) % 9_000 for at in range(length)]
-        for row, length in enumerate(lengths)
-    ]
-    asked = SamplingParams(temperature=0.6, max_tokens=num_tokens, ignore_eos=True)
-    started = perf_counter()
-    llm.generate(prompts, asked, use_tqdm=False)
-    return perf_counter() - started
+def run_seconds(llm: LLM, num_seqs: int, input_len: int, output_len: int) -> float:
+    """Seconds of the quickest run of so many requests."""
+    workload = fixed_workload(num_seqs, input_len, output_len)
+    return min(timed_generate(llm, workload, TEMPERATURE) for _ in range(TIMES))
 
 
 def step_seconds(llm: LLM, num_rows: int) -> float:
-    """Seconds of a decode step of `num_rows` requests: of the quickest runs of each length."""
-    lengths = [PROMPT] * num_rows
-    long, short = (
-        min(run_seconds(llm, lengths, num_tokens) for _ in range(TIMES))
-        for num_tokens in (LONG, SHORT)
-    )
+    """Seconds of a decode step of `num_rows` requests."""
+    long, short = (run_seconds(llm, num_rows, PROMPT, length) for length in (LONG, SHORT))
     return (long - short) / (LONG - SHORT)
 
 
 def measure(name: str) -> dict[str, Any]:
-    """A model's line."""
+    """Measure one model in this process."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODELS[name]))
         with LLM(folder, load_format="dummy", limits={"max_model_len": LONG_PROMPT + 96}) as llm:
             gauge, engine = Gauge.of(llm), describe_engine(llm)
             steps = {rows: step_seconds(llm, rows) for rows in ROWS}
-            prompt = min(run_seconds(llm, [LONG_PROMPT], 1) for _ in range(TIMES))
+            prompt = run_seconds(llm, 1, LONG_PROMPT, 1)
     costs, rates = gauge.costs, gauge.rates
     context = PROMPT + (SHORT + LONG) / 2
     floors = {rows: decode_step_seconds(costs, rows, context, rates) for rows in ROWS}

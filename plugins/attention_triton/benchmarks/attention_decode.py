@@ -24,11 +24,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm_attention_triton.backend import TritonAttention
-from nanovllm_attention_triton.decode_tuning import (
-    DECODE_FEW,
-    DECODE_MANY,
-    DecodeTuning,
-)
+from nanovllm_attention_triton.decode_tuning import DECODE_FEW, DECODE_MANY, DecodeTuning
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_core.api import AttentionConfig, DecodeMetadata
 

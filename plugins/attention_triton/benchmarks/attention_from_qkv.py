@@ -27,10 +27,7 @@ from torch import Tensor
 
 from nanovllm_attention_triton import decode
 from nanovllm_attention_triton.backend import TritonAttention
-from nanovllm_attention_triton.decode_tuning import (
-    DECODE_FEW,
-    DecodeTuning,
-)
+from nanovllm_attention_triton.decode_tuning import DECODE_FEW, DecodeTuning
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_core.api import AttentionConfig, DecodeMetadata, QKPrep
 from nanovllm_core.kernels import supports_dependent_launch

@@ -26,10 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm_attention_triton.prefill import prefill_attention
-from nanovllm_attention_triton.prefill_tuning import (
-    PREFILL,
-    PrefillTuning,
-)
+from nanovllm_attention_triton.prefill_tuning import PREFILL, PrefillTuning
 
 HEADS, KV_HEADS, HEAD_SIZE = 16, 8, 128
 DTYPE = torch.bfloat16

@@ -24,11 +24,7 @@ from attention_decode import best_time, copy_bandwidth
 from torch import Tensor
 
 from nanovllm_attention_triton.decode import triton_version
-from nanovllm_attention_triton.decode_tuning import (
-    HOPPER_LATENT,
-    LatentTuning,
-    latent_tuning,
-)
+from nanovllm_attention_triton.decode_tuning import HOPPER_LATENT, LatentTuning, latent_tuning
 from nanovllm_attention_triton.hopper_latent import make_latent_workspace
 from nanovllm_attention_triton.hopper_limits import hopper_latent_limits
 from nanovllm_attention_triton.latent_decode import LatentWorkspace

@@ -28,10 +28,7 @@ from nanovllm_attention_triton.hopper_packed import (
     run_hopper_packed,
 )
 from nanovllm_attention_triton.packed import packed_prefill
-from nanovllm_attention_triton.prefill_tuning import (
-    PACKED,
-    PackedTuning,
-)
+from nanovllm_attention_triton.prefill_tuning import PACKED, PackedTuning
 
 HEADS, KEY_SIZE, VALUE_SIZE = 16, 192, 128
 DTYPE = torch.bfloat16

@@ -17,11 +17,14 @@ from nanovllm_attention_triton.decode_plan import ITEM_FIELDS, plan_kernel
 from nanovllm_attention_triton.decode_qkv_kernels import decode_qkv_kernel
 from nanovllm_attention_triton.decode_tuning import (
     DECODE_REGISTERS,
+    MERGE_ELEMENTS,
+    MERGE_ROUND,
     MOST_HEADS,
-    PREPARING_PROGRAMS,
-    PREPARING_SHARE,
+    QKV_MERGE_ELEMENTS,
+    QKV_MERGE_ROUND,
     QKV_REGISTERS,
     DecodeTuning,
+    prepares,
     program_memory,
 )
 from nanovllm_attention_triton.sizes import next_power_of_2, padded_head_size
@@ -32,13 +35,6 @@ LOG2_E = math.log2(math.e)
 MIN_BLOCK_HEADS = 16
 """The rows of a tile of query heads that tensor cores multiply; those that are not heads are idle.
 """
-MERGE_ELEMENTS = 4096
-"""Partial results that a program merges at a time (fp32 in registers)."""
-QKV_MERGE_ELEMENTS = 8192
-"""The same where a program prepares q, k and v too: few rows, in many chunks each."""
-MERGE_ROUND, QKV_MERGE_ROUND = 115, 60
-"""Tokens that a program attends in the time of a round of merging, 2.5 us on an H100. Programs that
-prepare q, k and v merge twice as many parts in a round, and take about half as long for as many."""
 PLAN_ROWS = 128
 """Rows of a plan at least, one for each of its threads."""
 REGISTER_FILE = 65536
@@ -147,8 +143,8 @@ class DecodeShape:
         That saves a kernel, and costs every program registers and the preparation of its heads.
         Beside prompts, which have that kernel all the same, as many rows are planned as if it were.
         """
-        programs = num_rows * self.programs_per_item
-        return programs <= min(self.num_multiprocessors // PREPARING_SHARE, PREPARING_PROGRAMS)
+        heads = self.num_heads, self.num_kv_heads, self.head_size
+        return prepares(num_rows, *heads, self.num_multiprocessors)
 
     def items_per_step(self, programs_per_multiprocessor: int) -> int:
         """The items that make this many programs on every multiprocessor."""

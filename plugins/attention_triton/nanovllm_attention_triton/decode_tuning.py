@@ -1,7 +1,6 @@
 """The constants of decode, by the size of a head, the group and the number of rows.
 
-`attention_decode.py` and `attention_from_qkv.py` in `benchmarks/` sweep those of narrow heads on a
-GPU; nothing else in the package names a number of decode that is a matter of speed.
+`attention_decode.py` and `attention_from_qkv.py` in `benchmarks/` sweep those of heads of 128.
 """
 
 from __future__ import annotations
@@ -79,8 +78,8 @@ DECODE_FEW = {
     2: DecodeTuning(tile=32, num_warps=2, num_stages=3, min_chunk=32, max_chunk=256, registers=168),
     4: DecodeTuning(tile=32, num_warps=8, num_stages=2),
 }
-DECODE_ONE = replace(DECODE_FEW[2], min_chunk=64, most_heads=4)
-DECODE_EIGHT_HEADS = replace(DECODE_ONE, most_heads=8)
+DECODE_FOUR_HEADS = replace(DECODE_FEW[2], min_chunk=64, most_heads=4)
+DECODE_EIGHT_HEADS = replace(DECODE_FOUR_HEADS, most_heads=8)
 DECODE_WHOLE = DecodeTuning(tile=128, num_warps=4, num_stages=3, registers=255, second_wave=512)
 """A multiprocessor for each program, and mostly a program for each pair: nothing is merged then."""
 DECODE_SIX = replace(DECODE_FEW[2], num_stages=2)
@@ -100,21 +99,21 @@ DECODE_PAIRS: Limits = ((64, DECODE_FEW[2]),)
 """The constants for steps of so many (row, KV head) at most, each of which is a program if not cut.
 """
 GROUPS_IN_PARTS: tuple[tuple[range, Limits], ...] = (
-    (range(3, 5), ((8, DECODE_ONE),)),
-    (range(5, 9), ((16, DECODE_ONE),)),
-    (range(9, 17), ((8, DECODE_ONE), (24, DECODE_EIGHT_HEADS))),
+    (range(3, 5), ((8, DECODE_FOUR_HEADS),)),
+    (range(5, 9), ((16, DECODE_FOUR_HEADS),)),
+    (range(9, 17), ((8, DECODE_FOUR_HEADS), (32, DECODE_EIGHT_HEADS))),
 )
-"""The same for fewer, by the query heads of a group, of which a program takes a part. It has less
-to prepare, and merges all parts of a row of 1,024 keys at once, not in two to four rounds: on an
-H100, one row of 768 keys took 4.4 us in place of 10.5 with groups of 8, and 5.6 in place of 7.8
-with groups of 4; of 800 keys 6 in place of 16 with groups of 16. Keys are read more than once, so
-long rows bound the pairs. On an H200, between products, 16 pairs take 15 to 20 % less time so with
-groups of 7 and 8 and 400 to 1,100 keys, as long with 4,200, 3 % more with 8,000 and 16 % more with
-16,000; 12 to 24 pairs with groups of 16 15 to 20 % less up to 8,000 keys, and 8 % more with 32,000.
-"""
-SMALL_HEADS_IN_PARTS: Limits = ((8, DECODE_ONE),)
-"""Those of heads up to SMALL, for all groups that have some: their keys take half as long, so what
-is read again counts sooner."""
+"""The same for fewer, by the query heads of a group. A program of a part of a group has less to
+prepare, and merges more parts of a row in a round; and it reads keys that others read too, so long
+rows bound the pairs. On an H200, between its products, attention of 16 pairs takes 12 to 20 % less
+time so with groups of 7 and 8 and 400 to 2,000 keys, as long with 8,000, and 13 to 16 % more with
+16,000; of 32 pairs with groups of 16 23 % less with 600 keys, 4 % less with 8,000, 7 and 19 % more
+with 16,000 and 32,000. Groups of 3 and 4 are whole, in longer chunks. Larger ones than 16 were not
+measured."""
+SMALL_HEADS_IN_PARTS: Limits = ((8, DECODE_FOUR_HEADS),)
+"""Those of heads up to SMALL, for the same groups. A round merges twice as many of their parts, so
+there is less to gain: 16 pairs with groups of 7 take as long with 600 keys, and a quarter more time
+with 4,200."""
 DECODE_RESIDENT: Limits = (
     (1, DECODE_WHOLE),
     (2.5, DECODE_SIX),
@@ -124,16 +123,21 @@ DECODE_RESIDENT: Limits = (
 """The same for so many on each multiprocessor, where it has room for as many programs at once.
 Beyond, DECODE_MANY took 8 to 12 % less on an H200 than tiles of 32 for 513 to 768 of them."""
 SMALL_RESIDENT: Limits = (
-    (2.5, replace(DECODE_SIX, tile=64)),
+    (2.5, replace(DECODE_SIX, tile=64, min_chunk=64)),
     (3, DECODE_THREE),
     (4, DECODE_MANY),
 )
-SMALL_MANY = replace(DECODE_MANY, tile=128)
-"""The tables of heads up to SMALL, whose tiles of twice the keys take as much memory. On an H200,
-between products, steps of 80 to 316 pairs (14 / 2, 16 / 4 and 32 / 8 heads; rows of 600 and 2,000
-keys, and of 100 to 1,900) took 13 % less to 2 % more time so than in tiles of 32, of 475 pairs 3 to
-12 % less than by DECODE_FOUR. Of 560 to 800 pairs tiles of 128 keys took 17 % less to 1 % more than
-of 64, of 920 as long or 4 % more, of 1,300 to 2,000 as long."""
+SMALL_MANY = replace(DECODE_MANY, tile=128, min_chunk=128)
+"""The tables of heads up to SMALL, mostly with tiles of twice the keys, which take as much memory.
+On an H200, between its products, attention of 80 to 316 pairs (14 / 2, 16 / 4 and 32 / 8 heads;
+rows of 600 and 2,000 keys, and of 100 to 1,900) took 13 % less to 2 % more time so than in tiles of
+32, of 475 pairs by DECODE_MANY 3 to 12 % less than by DECODE_FOUR. Of 560 to 800 pairs tiles of 128
+keys took 17 % less to 1 % more than of 64, of 920 as long or 4 % more, of 1,300 to 2,000 as long.
+"""
+SMALL_PROGRAMS = 3
+"""SMALL_MANY is used where a multiprocessor has room for so many programs, as on an H200."""
+SMALL_GROUP = 16
+"""Results of more query heads, in tiles of 32 and 64, spill the registers of such programs."""
 OTHER_SHARED_MEMORY, WIDE_OTHER_SHARED_MEMORY = 9 * 1024, 11 * 1024
 """At most what a program of up to 16 query heads takes beside its tiles: queries, weights, and what
 CUDA reserves."""
@@ -150,6 +154,13 @@ and 3,000 keys, and 9 % with 16,000, behind the products of few rows of `kernels
 its tiles they take as long with 512 keys, those of 8B 2 % less, and of Qwen3-30B-A3B at 16 rows of
 4 KV heads 3 to 6 % less. 16 rows of 8 KV heads took 7 % more, for programs that prepare take more
 registers, so fewer of them stream side by side. Other GPUs were not measured."""
+MERGE_ELEMENTS = 4096
+"""Partial results that a program merges at a time (fp32 in registers)."""
+QKV_MERGE_ELEMENTS = 8192
+"""The same where a program prepares q, k and v too: few rows, in many chunks each."""
+MERGE_ROUND, QKV_MERGE_ROUND = 115, 60
+"""Tokens that a program attends in the time of a round of merging, 2.5 us on an H100. Programs that
+prepare merge twice as many parts in a round, and take about half as long for as many."""
 WIDE_HEADS = 32
 """More heads of 256 would not fit 99 KiB."""
 WIDE_DECODE = {
@@ -225,14 +236,23 @@ def decode_tunings(
         table = WIDE_DECODE if wide else DECODE_FEW
         return [(max_num_rows, _decode_tuning(table[element_size], options))]
     group = num_heads // num_kv_heads
-    pairs, resident, many = _wide_tables(group) if wide else _narrow_tables(group, head_size)
+    if wide:
+        pairs, resident, many = _wide_tables(group)
+    else:
+        pairs, resident, many = _narrow_tables(group, head_size)
+
+    def room_for(tuning: DecodeTuning) -> int:
+        mine = _decode_tuning(tuning, options)
+        return shared_memory // program_memory(mine, padded_head_size(head_size))
+
     limits = [*pairs]
     for most, tuning in resident:
-        memory = program_memory(_decode_tuning(tuning, options), padded_head_size(head_size))
-        programs = shared_memory // memory
-        fits = programs == 1 if most == 1 else programs >= most
+        # What leaves no room for a second program is for one on each multiprocessor, and no other.
+        fits = room_for(tuning) == 1 if most == 1 else room_for(tuning) >= most
         if fits or tuning.registers is None:
             limits.append((most * num_multiprocessors, tuning))
+    if many is SMALL_MANY and room_for(many) < SMALL_PROGRAMS:
+        many = DECODE_MANY
     limits.append((max_num_rows * num_kv_heads, many))
     tunings: dict[int, DecodeTuning] = {}
     for most, tuning in limits:
@@ -242,13 +262,28 @@ def decode_tunings(
     return list(tunings.items())
 
 
+def prepares(
+    num_rows: int, num_heads: int, num_kv_heads: int, head_size: int, num_multiprocessors: int
+) -> bool:
+    """Whether the programs of so many rows prepare q, k and v.
+
+    Those of whole groups count, also where programs take parts of them: so with one more row there
+    is never less to prepare.
+    """
+    most_heads = WIDE_HEADS if head_size > WIDE else MOST_HEADS
+    programs = num_rows * num_kv_heads * -(-num_heads // num_kv_heads // most_heads)
+    return programs <= min(num_multiprocessors // PREPARING_SHARE, PREPARING_PROGRAMS)
+
+
 def _narrow_tables(group: int, head_size: int) -> tuple[Limits, Limits, DecodeTuning]:
     """Of few pairs, of so many programs on each multiprocessor, and of more."""
     parts = next((limits for groups, limits in GROUPS_IN_PARTS if group in groups), ())
     if head_size > SMALL:
         return (*parts, *DECODE_PAIRS), DECODE_RESIDENT, DECODE_MANY
-    small_parts = SMALL_HEADS_IN_PARTS if parts else ()
-    return (*small_parts, *DECODE_PAIRS), SMALL_RESIDENT, SMALL_MANY
+    pairs = (*(SMALL_HEADS_IN_PARTS if parts else ()), *DECODE_PAIRS)
+    if group > SMALL_GROUP:
+        return pairs, DECODE_RESIDENT[1:], DECODE_MANY
+    return pairs, SMALL_RESIDENT, SMALL_MANY
 
 
 def _wide_tables(group: int) -> tuple[Limits, Limits, DecodeTuning]:

@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_attention_triton.decode import LOG2_E, num_multiprocessors
-from nanovllm_attention_triton.decode_tuning import (
-    DecodeTuning,
-    LatentTuning,
-)
+from nanovllm_attention_triton.decode_tuning import DecodeTuning, LatentTuning
 from nanovllm_attention_triton.even_plan import even_plan_kernel
 from nanovllm_attention_triton.latent_decode import LatentShape, LatentWorkspace
 from nanovllm_attention_triton.prefill import describable

@@ -8,10 +8,7 @@ from nanovllm_attention_triton.decode import LOG2_E
 from nanovllm_attention_triton.hopper_prefill import on_hopper
 from nanovllm_attention_triton.latent_prefill_kernel import latent_prefill_kernel
 from nanovllm_attention_triton.prefill import check_scale, count_row_blocks
-from nanovllm_attention_triton.prefill_tuning import (
-    PackedTuning,
-    latent_prefill_tuning,
-)
+from nanovllm_attention_triton.prefill_tuning import PackedTuning, latent_prefill_tuning
 from nanovllm_attention_triton.sizes import padded_head_size
 from nanovllm_attention_triton.split_work import SplitWork, item_arguments
 from nanovllm_core.api import PrefillMetadata

@@ -46,5 +46,5 @@ class TritonOptions(BaseModel):
 
 
 def given(**overrides: int | None) -> dict[str, Any]:
-    """Those that the user has set."""
+    """The overrides that the user has set."""
     return {name: value for name, value in overrides.items() if value is not None}

@@ -16,11 +16,7 @@ from nanovllm_attention_triton.hopper_packed import (
 from nanovllm_attention_triton.hopper_prefill import aligned_rows
 from nanovllm_attention_triton.packed_kernels import packed_kernel
 from nanovllm_attention_triton.prefill import check_scale, count_row_blocks, has_large_memory
-from nanovllm_attention_triton.prefill_tuning import (
-    HOPPER_SCORES,
-    PackedTuning,
-    packed_tuning,
-)
+from nanovllm_attention_triton.prefill_tuning import HOPPER_SCORES, PackedTuning, packed_tuning
 from nanovllm_attention_triton.sizes import front_columns, padded_head_size
 from nanovllm_core.api import AttentionConfig, PackedMetadata
 

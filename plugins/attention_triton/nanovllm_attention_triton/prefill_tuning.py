@@ -1,7 +1,6 @@
 """The constants of prompts: over a paged cache, over packed keys and over latent rows.
 
-`attention_prefill.py`, `latent_prompts.py` and `latent_rows.py` in `benchmarks/` sweep them on a
-GPU; nothing else in the package names a number of prompts that is a matter of speed.
+`attention_prefill.py`, `latent_prompts.py` and `latent_rows.py` in `benchmarks/` sweep them.
 """
 
 from __future__ import annotations

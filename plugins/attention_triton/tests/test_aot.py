@@ -371,6 +371,7 @@ JOBS = {
             ("small three", 48, "bf16", 64, 16, 4),
             ("small many", 256, "fp16", 64, 128, 4),
             ("small many", 256, "bf16", 64, 16, 8),
+            ("small six", 24, "bf16", 64, 256, 16),
         )
     },
     **{
@@ -470,7 +471,7 @@ JOBS = {
         f"qkv one row-bf16-d{size}-block256-group{group}": qkv_job("bf16", size, 256, group, rows=1)
         for size, group in ((128, 4), (128, 8), (256, 2), (256, 4), (256, 16))
     },
-    "qkv three rows-bf16-d128-block256-group16": qkv_job("bf16", 128, 256, 16, rows=3),
+    "qkv four rows-bf16-d128-block256-group16": qkv_job("bf16", 128, 256, 16, rows=4),
     **{
         ("wide " if size > 128 else "")
         + f"prefill-bf16-d{size}-block{block_size}"
@@ -653,7 +654,10 @@ def test_every_kernel_fits_the_shared_memory_of_other_gpus():
             "prefill": prefill_job("bf16", head_size, 256, capability=capability),
         }.items()
     }
-    # One KV head of many query heads.
+    # One KV head of many query heads, and the largest tiles of small heads.
     jobs["decode of a group of 64, sm_86"] = decode_job("bf16", 256, 256, 64, 64, capability=86)
+    for group in (8, 64):
+        name = f"decode of heads of 64, a group of {group}, sm_86"
+        jobs[name] = decode_job("bf16", 64, 256, group, 256, capability=86)
     for (name, job), report in zip(jobs.items(), compile_kernels(list(jobs.values())), strict=True):
         assert report.shared <= SHARED_MEMORY[job.capability], f"{name}: {report.shared} bytes"

@@ -7,10 +7,7 @@ import re
 import pytest
 from triton.experimental.gluon import language as gl
 
-from nanovllm_attention_triton.decode_tuning import (
-    HOPPER_LATENT,
-    latent_tuning,
-)
+from nanovllm_attention_triton.decode_tuning import HOPPER_LATENT, latent_tuning
 from nanovllm_attention_triton.hopper_latent import REGISTERS as HOPPER_REGISTERS, EvenShape
 from nanovllm_attention_triton.latent_decode import MERGE_COLUMNS, MERGE_ELEMENTS, LatentShape
 from nanovllm_attention_triton.latent_prefill import latent_prefill_constants

@@ -11,8 +11,10 @@ from hypothesis import example, given, settings, strategies as st
 from nanovllm_attention_triton.backend import TritonAttention
 from nanovllm_attention_triton.decode import DecodeShape, DecodeWorkspace
 from nanovllm_attention_triton.decode_tuning import (
+    DECODE_EIGHT_HEADS,
     DECODE_FEW,
     DECODE_FOUR,
+    DECODE_FOUR_HEADS,
     DECODE_MANY,
     DECODE_SIX,
     DECODE_THREE,
@@ -105,23 +107,22 @@ def test_batches_of_few_and_of_many_rows_are_cut_alike_with_a_fixed_chunk(paged_
     assert [rows for rows, _ in fixed] == [200]
 
 
-def test_few_rows_of_large_groups_are_cut_for_a_merge_of_one_round():
-    """Programs take a part of a group there, and chunks are longer; other groups stay whole."""
+def test_programs_take_parts_of_large_groups_in_steps_of_few_rows():
+    """And longer chunks, also where groups of three and four stay whole."""
     device = {"num_multiprocessors": 132, "shared_memory": 228 * 1024}
 
     def in_parts(num_heads, num_kv_heads, head_size=128):
         chosen = decode_tunings(
             2, head_size, num_heads, num_kv_heads, 200, TritonOptions(), **device
         )
-        return [
-            (rows, tuning.most_heads) for rows, tuning in chosen if tuning.min_chunk == 64
-            and tuning.tile == 32
-        ]  # fmt: skip
+        parts = DECODE_FOUR_HEADS, DECODE_EIGHT_HEADS
+        return [(rows, tuning.most_heads) for rows, tuning in chosen if tuning in parts]
 
+    assert DECODE_FOUR_HEADS.min_chunk == DECODE_EIGHT_HEADS.min_chunk == 64
     assert in_parts(32, 8) == in_parts(24, 8) == [(1, 4)]
     assert in_parts(32, 4) == in_parts(28, 4) == [(4, 4)]
     assert in_parts(64, 8) == [(2, 4)]
-    assert in_parts(32, 2) == in_parts(18, 2) == [(4, 4), (12, 8)]
+    assert in_parts(32, 2) == in_parts(18, 2) == [(4, 4), (16, 8)]
     assert in_parts(32, 4, head_size=64) == [(2, 4)]
     for num_heads, num_kv_heads in ((16, 8), (8, 8), (64, 16), (48, 1), (34, 2)):
         assert in_parts(num_heads, num_kv_heads) == []
@@ -145,10 +146,12 @@ def test_rows_that_have_a_multiprocessor_for_each_kv_head_stay_whole():
         tunings(head_size=64),
         tunings(shared_memory=100 * 1024),
         tunings(options=TritonOptions(decode_num_stages=5)),
+        tunings(options=TritonOptions(decode_num_stages=2)),  # room for three
     ):
         assert others
         assert [rows for rows, _ in others] == sorted({rows for rows, _ in others})
-        assert all(tuning.registers != whole.registers for _, tuning in others)
+        stages = whole.num_stages
+        assert whole not in [replace(tuning, num_stages=stages) for _, tuning in others]
 
 
 def test_each_number_of_rows_has_constants_that_are_resident_at_once():
@@ -162,16 +165,37 @@ def test_each_number_of_rows_has_constants_that_are_resident_at_once():
     assert not {DECODE_WHOLE, DECODE_THREE, DECODE_FOUR} & {*small.values()}
 
 
-def test_small_heads_have_tiles_of_twice_the_keys():
-    """In as much shared memory; between 2.5 and 4 programs on a multiprocessor those of others."""
+def test_small_heads_have_tables_of_their_own():
+    """Mostly tiles of twice the keys, in as much shared memory; on a GPU with less not the last."""
     small = tunings(head_size=64)
-    assert [rows for rows, _ in small] == [8, 41, 49, 66, 256]
-    assert [tuning.tile for _, tuning in small] == [32, 64, 64, 64, 128]
+    six, many = (
+        replace(one, tile=2 * one.tile, min_chunk=2 * one.tile) for one in (DECODE_SIX, DECODE_MANY)
+    )
     assert small == tunings(head_size=32)
-    for ours, (rows, tuning) in ((DECODE_SIX, small[1]), (DECODE_MANY, small[-1])):
-        assert tuning == replace(ours, tile=2 * ours.tile), rows
-        assert program_memory(tuning, 64) == program_memory(ours, 128)
+    assert small == [
+        (8, DECODE_FEW[2]), (41, six), (49, DECODE_THREE), (66, DECODE_MANY), (256, many)
+    ]  # fmt: skip
+    assert program_memory(six, 64) == program_memory(DECODE_SIX, 128)
     assert dict(tunings(head_size=96))[41] == DECODE_SIX
+    for shared_memory, last in ((100, DECODE_MANY), (164, DECODE_MANY), (228, many)):
+        others = tunings(head_size=64, shared_memory=shared_memory * 1024)
+        assert others[-1] == (256, last)
+    for stages in (4, 6):
+        options = TritonOptions(decode_num_stages=stages)
+        others = tunings(head_size=64, options=options, shared_memory=100 * 1024)
+        assert all(program_memory(tuning, 64) < 100 * 1024 for _, tuning in others)
+
+
+def test_large_groups_of_small_heads_have_the_tiles_of_others():
+    """Results of so many heads would spill the registers of programs with larger tiles."""
+    device = {"num_multiprocessors": 132, "shared_memory": 228 * 1024}
+    chosen = [
+        dict(decode_tunings(2, 64, group, 1, 1024, TritonOptions(), **device)).values()
+        for group in (16, 17, 71)
+    ]
+    assert [DECODE_SIX in one for one in chosen] == [False, True, True]
+    assert [[*one][-1] == DECODE_MANY for one in chosen] == [False, True, True]
+    assert not any(DECODE_WHOLE in one for one in chosen)
 
 
 def test_wide_heads_have_the_same_tables_of_half_as_many_keys():
@@ -287,13 +311,19 @@ def test_of_many_rows_those_are_cut_that_are_longer_than_a_programs_share(lens, 
 
 
 @given(
-    group=st.integers(1, 40), short_rows=st.integers(0, 39), length=st.integers(101, 16384),
+    tuning=st.sampled_from([DECODE_FEW[2], DECODE_FOUR_HEADS, DECODE_MANY]),
+    group=st.integers(1, 64),
+    short_rows=st.integers(0, 39),
+    length=st.integers(101, 60_000),
 )  # fmt: skip
-@example(group=2, short_rows=7, length=800)
-@example(group=16, short_rows=39, length=800)
-@example(group=16, short_rows=7, length=12000)
+@example(tuning=DECODE_FEW[2], group=2, short_rows=7, length=800)
+@example(tuning=DECODE_FEW[2], group=64, short_rows=0, length=900_000)
+@example(tuning=DECODE_FOUR_HEADS, group=16, short_rows=7, length=12_000)
+@example(tuning=DECODE_MANY, group=8, short_rows=5, length=800)
 @settings(deadline=None, max_examples=60)
-def test_no_other_cut_of_the_longest_row_is_attended_and_merged_sooner(group, short_rows, length):
+def test_no_other_cut_of_the_longest_row_is_attended_and_merged_sooner(
+    tuning, group, short_rows, length
+):
     """By the rounds in which its last program merges; twice as many parts in each where programs
     prepare q, k and v.
     """
@@ -302,34 +332,41 @@ def test_no_other_cut_of_the_longest_row_is_attended_and_merged_sooner(group, sh
         num_kv_heads=2,
         head_size=128,
         max_num_seqs=64,
-        max_seq_len=16384,
+        max_seq_len=2**20,
         num_multiprocessors=132,
+        most_heads=tuning.most_heads,
     )
-    tuning, rows = DECODE_FEW[2], short_rows + 1
+    rows = short_rows + 1
     workspace = DecodeWorkspace(shape, tuning, torch.device("cpu"))
     round_parts, round_tokens = workspace.merge_round(rows)
-    assert round_parts == max(
-        (8192 if shape.prepares(rows) else 4096) // 128 // shape.partial_heads, 1
-    )
+    elements = 8192 if shape.prepares(rows) else 4096
+    assert round_parts == max(elements // 128 // shape.partial_heads, 1)
     lens = torch.tensor([100] * short_rows + [length], dtype=torch.int32)
-    workspace.plan(lens, torch.zeros(rows, 64, dtype=torch.int32), 256)
+    workspace.plan(lens, torch.zeros(rows, 2**12, dtype=torch.int32), 256)
     count = int(workspace.num_items)
     parts = int(workspace.items[4, count - 1])
     chunk = int((workspace.items[2, :count] - workspace.items[1, :count])[-parts:].max())
 
-    def time(chunk, parts):
+    def time(chunk):
+        parts = -(-length // chunk)
         return chunk + (-(-parts // round_parts) * round_tokens if parts > 1 else 0)
 
-    chunks = range(tuning.tile, length + tuning.tile, tuning.tile)
-    quickest = min(chunks, key=lambda chunk: (time(chunk, -(-length // chunk)), -chunk))
-    # Where its items are more than are resident at once, they would be a second wave.
-    most = shape.resident_items(rows, tuning)
-    if sum(-(-each // quickest) for each in lens.tolist()) <= most:
-        whole_tiles = -(-chunk // tuning.tile) * tuning.tile
-        assert time(whole_tiles, parts) <= time(quickest, -(-length // quickest))
-    else:
+    tile = tuning.tile
+    least = -(-tuning.min_chunk // tile) * tile
+    quickest = min(range(least, length + tile, tile), key=lambda chunk: (time(chunk), -chunk))
+    cut = -(-length // quickest)
+    items, most = (
+        sum(-(-each // quickest) for each in lens.tolist()),
+        shape.resident_items(rows, tuning),
+    )
+    if rows > most:  # longer where the batch alone makes programs enough
+        assert parts <= cut
+    elif items > most:
         assert quickest < chunk
         assert count <= most
+    else:  # chunks are of equal length
+        assert parts == cut
+        assert -(-chunk // tile) * tile <= quickest
 
 
 @pytest.mark.parametrize(("rows", "resident"), [(1, 4), (8, 4), (16, 5)])
@@ -472,6 +509,7 @@ def test_few_rows_prepare_q_k_v_by_the_programs_that_they_make():
         (132, 4, 2, 16),
         (132, 16, 1, 4),
         (132, 2, 128, 16),  # two programs for a KV head
+        (58, 4, 7, 7),  # also where programs take parts of a group
         (148, 1, 8, 64),
         (108, 1, 8, 54),
     ):
@@ -483,4 +521,8 @@ def test_few_rows_prepare_q_k_v_by_the_programs_that_they_make():
             max_seq_len=4096,
             num_multiprocessors=multiprocessors,
         )
-        assert [rows for rows in range(1, 257) if shape.prepares(rows)] == [*range(1, most + 1)]
+        shapes = [
+            replace(shape, most_heads=heads) for heads in (shape.most_heads, 4) if group <= 64
+        ] or [shape]
+        for one in shapes:
+            assert [rows for rows in range(1, 257) if one.prepares(rows)] == [*range(1, most + 1)]

@@ -9,10 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm_attention_triton.decode_tuning import (
-    LatentTuning,
-    latent_tuning,
-)
+from nanovllm_attention_triton.decode_tuning import LatentTuning, latent_tuning
 from nanovllm_attention_triton.hopper_latent import EvenShape, HopperLatentWorkspace
 from nanovllm_attention_triton.latent_decode import LatentShape, LatentWorkspace
 from nanovllm_attention_triton.options import TritonOptions

@@ -18,10 +18,7 @@ from nanovllm_attention_triton.backend import TritonAttention
 from nanovllm_attention_triton.options import TritonOptions
 from nanovllm_attention_triton.packed import packed_prefill
 from nanovllm_attention_triton.packed_kernels import packed_kernel
-from nanovllm_attention_triton.prefill_tuning import (
-    PackedTuning,
-    packed_tuning,
-)
+from nanovllm_attention_triton.prefill_tuning import PackedTuning, packed_tuning
 from nanovllm_core.api import PackedMetadata, UnsupportedError
 from nanovllm_kit.latent_attention import LatentSizes, PackedCase, make_packed_case
 
