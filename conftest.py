@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import signal
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,6 +21,14 @@ from nanovllm_kit.interpreter import interpret_triton_without_cuda, quicken_inte
 
 if interpret_triton_without_cuda():
     quicken_interpreter()
+
+# A shell's background jobs begin without these signals, and so would the programs of the tests.
+for number, action in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGQUIT, signal.SIG_DFL),
+):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, action)
 
 collect_ignore_glob = ["plugins/kit/nanovllm_kit/scaffold/templates/*"]
 """Their tests run in the packages that are made of them."""
