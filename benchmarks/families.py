@@ -38,7 +38,7 @@ TIMES, TEMPERATURE = 3, 0.6
 
 def run_seconds(llm: LLM, num_seqs: int, input_len: int, output_len: int) -> float:
     """Seconds of the quickest run of so many requests."""
-    workload = fixed_workload(num_seqs, input_len, output_len)
+    workload = fixed_workload(num_seqs, input_len, output_len).within(llm.info.vocab_size)
     return min(timed_generate(llm, workload, TEMPERATURE) for _ in range(TIMES))
 
 
@@ -53,9 +53,10 @@ def measure(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODELS[name]))
         with LLM(folder, load_format="dummy", limits={"max_model_len": LONG_PROMPT + 96}) as llm:
-            gauge, engine = Gauge.of(llm), describe_engine(llm)
             steps = {rows: step_seconds(llm, rows) for rows in ROWS}
             prompt = run_seconds(llm, 1, LONG_PROMPT, 1)
+            # Behind the runs: steps that follow the measurement of the device take longer.
+            gauge, engine = Gauge.of(llm), describe_engine(llm)
     costs, rates = gauge.costs, gauge.rates
     context = PROMPT + (SHORT + LONG) / 2
     floors = {rows: decode_step_seconds(costs, rows, context, rates) for rows in ROWS}
@@ -83,7 +84,8 @@ def main() -> None:
     if unknown := set(arguments.models) - set(MODELS):
         parser.error(f"no model {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
     found: dict[str, Any] = {}
-    record = run_apart(describe_environment) | {"prompt": PROMPT, "long_prompt": LONG_PROMPT}
+    environment = run_apart(describe_environment)
+    record = {"environment": environment, "prompt": PROMPT, "long_prompt": LONG_PROMPT}
     for name in arguments.models or MODELS:
         found[name] = one = run_apart(measure, name)
         steps = "  ".join(

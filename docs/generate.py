@@ -19,6 +19,7 @@ from typing import Any
 
 from capability_tables import CAPABILITIES, job, shipped
 from contract_tables import METADATA, PLUGINS, POLICY, SCHEDULER
+from family_tables import FAMILIES
 from layer_tables import LAYERS
 from mixture_tables import LATENT, MIXTURES
 from moe_tables import MOE
@@ -254,7 +255,8 @@ DOCUMENTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "attention.md": {"gathering": gathering_table},
     "moe.md": {**MOE, **measured(LATENT)},
     "performance.md": {
-        **measured({**PERFORMANCE, **SERVED, **MIXTURES, **WORKLOADS, **PRODUCTS, **TURNS}),
+        **measured({**PERFORMANCE, **FAMILIES, **SERVED, **MIXTURES}),
+        **measured({**WORKLOADS, **PRODUCTS, **TURNS}),
         "transformers on a cpu": partial(compare_table, CPU),
         "plots": plots,
         "edges": edge_table,
