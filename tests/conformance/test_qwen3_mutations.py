@@ -350,6 +350,15 @@ MUTATIONS = [
         ),
     ),
     model(
+        "the last norm sums squares in the dtype of the model",
+        "test_large_states_do_not_overflow_in_float16",
+        (
+            "return self.norm(residual_TE)",
+            "mean_T1 = residual_TE.square().mean(dim=-1, keepdim=True)\n"
+            "        return residual_TE * (mean_T1 + self.norm.eps).rsqrt() * self.norm.weight",
+        ),
+    ),
+    model(
         "positions end at a length of the model's own",
         "test_the_last_position_of_the_shape_can_be_computed",
         (

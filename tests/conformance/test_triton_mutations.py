@@ -326,6 +326,11 @@ MUTATIONS = [
          "x = x * (scale * weight.to(tl.float32) * weight.to(tl.float32))"),
     ),
     bug(
+        "squares of a head are summed in the dtype of the heads", QKV_KERNEL, FROM_QKV,
+        ("scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD_SIZE + EPS)",
+         "scale = tl.rsqrt(tl.sum(x.to(dtype) * x.to(dtype), 1).to(tl.float32) / HEAD_SIZE + EPS)"),
+    ),
+    bug(
         "the newest key is also read where it was to be stored", QKV_KERNEL, FROM_QKV,
         ("old_end = tl.where(is_new, end - 1, end)", "old_end = end"),
     ),

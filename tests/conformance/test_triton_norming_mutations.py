@@ -25,11 +25,12 @@ from nanovllm_core.kernels import TorchKernels
 from COPY.kernel_set import TritonKernels
 from COPY.linear import LinearLauncher
 from COPY.linear_choice import choose_parts
+from nanovllm_kit.kernel_large import LargeStateChecks
 from nanovllm_kit.kernel_norming import NormingChecks
 from nanovllm_kit.kernel_post_norm import PostNormChecks
 from nanovllm_kit.numerics import assert_close_report
 
-class TestCopy(NormingChecks, PostNormChecks):
+class TestCopy(NormingChecks, PostNormChecks, LargeStateChecks):
     @pytest.fixture
     def kernels(self):
         return TritonKernels()
@@ -62,6 +63,8 @@ class TestCopy(NormingChecks, PostNormChecks):
 AT_ONCE = "test_a_product_and_a_norm_at_once_equal_the_two_one_by_one"
 THREE = "test_a_norm_a_sum_and_a_norm_at_once_equal_the_three_one_by_one"
 GELU = "test_a_product_gated_by_gelu_equals_the_operations_one_by_one"
+LARGE_SUM = "test_a_large_sum_behind_a_product_is_normed_in_float32"
+LARGE_PRODUCT = "test_a_product_of_large_states_norms_them_in_float32"
 ONE_ROUNDING, BITS = "test_a_float32_weight", "test_the_bits_of_tickets"
 NORM, PRODUCT, SET = "elementwise.py", "linear.py", "kernel_set.py"
 SUM = "x = (total + residual.to(tl.float32)).to(residual.dtype)"
@@ -121,6 +124,15 @@ MUTATIONS = [
     bug(
         "epsilon is left out", NORM, AT_ONCE,
         ("tl.sum(wide * wide, axis=0) / SIZE + EPS", "tl.sum(wide * wide, axis=0) / SIZE"),
+    ),
+    bug(
+        "squares are summed in the dtype of the states", NORM, LARGE_SUM,
+        ("wide = x.to(tl.float32)\n    return", "wide = x\n    return"),
+    ),
+    bug(
+        "a product sums squares in the dtype of the states", PRODUCT, LARGE_PRODUCT,
+        ("square = tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=0)",
+         "square = tl.sum(x * x, axis=0).to(tl.float32)"),
     ),
     bug(
         "the sum is normed before it is rounded", NORM, ONE_ROUNDING,

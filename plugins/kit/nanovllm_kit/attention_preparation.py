@@ -29,6 +29,8 @@ from nanovllm_kit.paged_attention import PagedCase
 
 POSITIONS = 512
 """Positions of the rotation's table; rows need not be at the positions of their last keys."""
+LARGE = 1_000.0
+"""What some heads are multiplied by before their norm: float16 cannot hold their squares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +118,19 @@ def drawn_prep(case: PagedCase, draws: Random) -> QKPrep:
 
 
 def unprepared(case: PagedCase, prep: QKPrep, draws: Random, held: float) -> UnpreparedCase:
-    """The case with packed q, k, v of its last tokens, whose places in the caches hold `held`."""
+    """The case with packed q, k, v of its last tokens, whose places in the caches hold `held`.
+
+    A norm undoes the size of its heads, so those with one may be large.
+    """
     device, dtype = case.q_THD.device, case.q_THD.dtype
     rows, block_size = len(case.seq_lens), case.block_size
     generator = torch.Generator().manual_seed(draws.randrange(2**31))
     heads = prep.num_heads + 2 * prep.num_kv_heads
-    qkv = torch.randn(rows, heads * prep.head_size, generator=generator)
+    qkv = torch.randn(rows, heads, prep.head_size, generator=generator)
+    q, k = qkv[:, : prep.num_heads], qkv[:, prep.num_heads : -prep.num_kv_heads]
+    for heads_BHD, norm in ((q, prep.q_norm_weight), (k, prep.k_norm_weight)):
+        if norm is not None:
+            heads_BHD.mul_(draws.choice((1.0, LARGE)))
     k_cache, v_cache = case.k_cache.clone(), case.v_cache.clone()
     slots = []
     for row, keys in enumerate(case.seq_lens):
@@ -133,7 +142,7 @@ def unprepared(case: PagedCase, prep: QKPrep, draws: Random, held: float) -> Unp
     positions = [draws.randrange(POSITIONS) for _ in range(rows)]
     return UnpreparedCase(
         replace(case, k_cache=k_cache, v_cache=v_cache),
-        qkv.to(device, dtype),
+        qkv.flatten(1).to(device, dtype),
         prep,
         torch.tensor(positions, dtype=torch.int32, device=device),
         torch.tensor(slots, dtype=torch.int64, device=device),

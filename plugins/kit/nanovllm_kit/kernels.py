@@ -19,6 +19,7 @@ from nanovllm_core.interfaces.specs import KernelSetSpec
 from nanovllm_kit.conformance import PluginUnderTest, SpecConformance
 from nanovllm_kit.kernel_calls import REFERENCE, assert_equal, random, run
 from nanovllm_kit.kernel_experts import ExpertChecks
+from nanovllm_kit.kernel_large import LargeStateChecks
 from nanovllm_kit.kernel_latent import LatentChecks
 from nanovllm_kit.kernel_mixture import MixtureChecks
 from nanovllm_kit.kernel_norming import NormingChecks
@@ -46,6 +47,7 @@ class KernelSetConformance(
     MixtureChecks,
     NormingChecks,
     PostNormChecks,
+    LargeStateChecks,
     SpecConformance,
 ):
     """Each operation equals the reference, with gaps between rows and padding among them."""

@@ -24,7 +24,9 @@ from nanovllm_kit.recording import record
 from nanovllm_kit.reference_model import ReferenceCheckpoint, load_model, run_model
 
 HALF_ERROR_FACTOR, HALF_ERROR = 1.5, 1e-3
-"""bfloat16 logits may be so many times as far off as transformers' own, and so much further."""
+"""Half precision may be so many times as far off as that of transformers, and so much further."""
+LARGE_STATE = 1_000.0
+"""The largest number of an embedding: models have such states. float16 cannot hold its square."""
 
 
 class _OwnToken(AttentionRuntime):
@@ -130,11 +132,27 @@ class CaptureChecks:
         assert not wrong, f"asked for bfloat16, and not of that dtype: {', '.join(wrong)}"
         exact, actual = reference.logits(ids), run_model(model, ids)
         assert actual.dtype == half
-        with torch.inference_mode():
-            theirs = copy.deepcopy(reference.model).to(half)(ids[None]).logits[0]
-        error, limit = (relative_norm_error(x.float(), exact) for x in (actual, theirs))
-        most = HALF_ERROR_FACTOR * limit + HALF_ERROR
-        assert error <= most, (
-            f"bfloat16 logits are off by {error:.1e} of their norm, and may be by {most:.1e}: "
-            f"those of transformers are by {limit:.1e}"
-        )
+        assert_as_exact(actual, exact, reference.model, ids)
+
+    def test_large_states_do_not_overflow_in_float16(
+        self, model_class: Any, reference: ReferenceCheckpoint, ids: Tensor
+    ) -> None:
+        """A norm sums the squares in float32, for in float16 those of 256 and more are infinite."""
+        embedding_VE = reference.model.get_input_embeddings().weight.detach()
+        reference.scale(embedding=LARGE_STATE / float(embedding_VE.abs().max()))
+        half, exact = torch.float16, reference.logits(ids)
+        model = load_model(model_class, reference.folder, reference.config, dtype=half)
+        assert_as_exact(run_model(model, ids), exact, reference.model, ids)
+
+
+def assert_as_exact(actual_TV: Tensor, exact_TV: Tensor, reference: Any, ids_T: Tensor) -> None:
+    """Logits of half precision are about as near to float32's as transformers' of that dtype."""
+    dtype = actual_TV.dtype
+    with torch.inference_mode():
+        theirs_TV = copy.deepcopy(reference).to(dtype)(ids_T[None]).logits[0]
+    error, limit = (relative_norm_error(x.float(), exact_TV) for x in (actual_TV, theirs_TV))
+    most = HALF_ERROR_FACTOR * limit + HALF_ERROR
+    assert error <= most, (
+        f"{dtype} logits are off by {error:.1e} of their norm, and may be by {most:.1e}: "
+        f"those of transformers are by {limit:.1e}"
+    )
